@@ -67,12 +67,15 @@ function Bars({ panel, shown, size, theme }) {
     namePlacement="auto" text={panel.options.text} alignmentFactors={{ title: longest, text }} display={rows[place].fields[1].display} />);
 }
 
-const Absent = () => <p style={{ textAlign: "center", opacity: 0.6 }}>This kind of panel is in Grafana's server alone.</p>;
+const Words = ({ children }) => <p style={{ textAlign: "center", opacity: 0.6 }}>{children}</p>;
+const Absent = () => <Words>This kind of panel is in Grafana's server alone.</Words>;
+const Empty = () => <Words>No data</Words>;
 
 const KINDS = { timeseries: Series, stat: Numbers, bargauge: Bars };
 
 // What is wrong with a panel: nothing to draw, a series without a name, values without a unit, text that is cut.
 function faultsOf(panel, shown, element) {
+  if (!element) return ["is not there"];
   if (!shown.some(frame => last(frame) !== undefined)) return ["no data"];
   const faults = [];
   const names = shown.map(frame => getFieldDisplayName(frame.fields[1], frame, shown));
@@ -88,6 +91,8 @@ function faultsOf(panel, shown, element) {
   return faults;
 }
 
+const pause = ms => new Promise(done => setTimeout(done, ms));
+
 window.draw = async (board, series, range, mode) => {
   const theme = createTheme({ colors: { mode } });
   document.body.style.cssText = `margin: 0; background: ${theme.colors.background.canvas}`;
@@ -99,15 +104,20 @@ window.draw = async (board, series, range, mode) => {
   const boxes = panels.map((panel, number) => {
     const { x, y, w, h } = panel.gridPos;
     const [width, height] = [w * CELL.width - CELL.gap, h * CELL.height - CELL.gap];
-    const Kind = KINDS[panel.type] ?? Absent;
-    return <div key={panel.id} id={`panel-${panel.id}`} style={{ position: "absolute", left: x * CELL.width, top: y * CELL.height, width, height }}>
+    const Kind = !(panel.type in KINDS) ? Absent : panel.type !== "stat" && !drawn[number].length ? Empty : KINDS[panel.type];
+    return <div key={panel.id} id={`panel-${panel.id}`} style={{ position: "absolute", left: x * CELL.width, top: y * CELL.height, width, height, overflow: "hidden" }}>
       <PanelChrome title={panel.title} width={width} height={height}>
         {(inner, innerHeight) => <Kind panel={panel} shown={drawn[number]} size={{ width: inner, height: innerHeight }} range={range} theme={theme} />}
       </PanelChrome>
     </div>;
   });
-  createRoot(place).render(<ThemeContext.Provider value={theme}><GlobalStyles />{boxes}</ThemeContext.Provider>);
-  await new Promise(done => setTimeout(done, 2000));
+  const rows = board.panels.filter(panel => panel.type === "row").map(({ id, title, gridPos }) =>
+    <b key={`row-${id}`} style={{ position: "absolute", left: 4, top: gridPos.y * CELL.height + 6, color: theme.colors.text.primary }}>{title}</b>);
+  createRoot(place).render(<ThemeContext.Provider value={theme}><GlobalStyles />{rows}{boxes}</ThemeContext.Provider>);
+  const box = panel => document.getElementById(`panel-${panel.id}`);
+  const empty = panel => !box(panel) || (panel.type === "timeseries" && series[panel.id].length && !box(panel).querySelector("canvas"));
+  for (let tries = 0; tries < 600 && panels.some(empty); tries++) await pause(100);
+  await pause(1000); // what a canvas shows is drawn after it is there
   return panels.map((panel, number) =>
-    [panel.title, panel.type in KINDS ? faultsOf(panel, drawn[number], document.getElementById(`panel-${panel.id}`)) : []]);
+    [panel.title, panel.type in KINDS ? faultsOf(panel, drawn[number], box(panel)) : []]);
 };

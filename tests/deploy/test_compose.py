@@ -27,6 +27,7 @@ SERVICES = ("router", "prefill", "decode")
 CONFINED = (*SERVICES, "prometheus")
 PATIENCE_S = 180.0
 GPU_OVERLAY = ("--file", "compose.yaml", "--file", "deploy/docker/compose.gpu.yaml")
+BOTH_OVERLAY = ("--file", "compose.yaml", "--file", "deploy/docker/compose.both.yaml")
 log = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)
 QUESTION = (
@@ -77,9 +78,9 @@ class Cluster:
     def compose(self, *arguments, **options):
         return docker("compose", "--project-name", PROJECT, *arguments, env=self.env, **options)
 
-    def up(self, *services):
+    def up(self, *services, files=()):
         try:
-            self.compose("up", "--detach", "--wait", "--wait-timeout", "600", *services)
+            self.compose(*files, "up", "--detach", "--wait", "--wait-timeout", "600", *services)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.compose('logs', '--tail', '40', check=False)}") from None
 
@@ -93,7 +94,8 @@ class Cluster:
 
     def states(self, role):
         """State of each worker of a role, as the router sees it, by address."""
-        return {target: about["state"] for target, about in self.admin.get("/health").json()[f"{role}_workers"].items()}
+        key = "workers" if role == "both" else f"{role}_workers"
+        return {target: about["state"] for target, about in self.admin.get("/health").json()[key].items()}
 
     def ask(self, number, times=1, **more):
         """(text, finish reason) of a greedy stream. Only prompts of the same `number` share KV; times: longer ones."""
@@ -389,6 +391,28 @@ def test_a_second_start_compiles_nothing(cluster):
     wait_for("the router does not see its workers", cluster.whole)
     assert cluster.ask(3)[1] == "stop"
     assert cluster.compose(*kernels) == compiled
+
+
+def test_two_workers_of_both_roles_take_over_and_give_back(cluster):
+    """The cluster changes over; one of the two is killed while streams run, and comes back; so do the first two."""
+
+    def healthy(count):
+        return lambda: list(cluster.states("both").values()) == ["healthy"] * count
+
+    answer = cluster.ask(1)
+    cluster.up(files=BOTH_OVERLAY)
+    wait_for("the router does not see its workers of both roles", healthy(2))
+    assert (cluster.states("prefill"), cluster.states("decode")) == ({}, {})
+    wait_for("they are not scraped", lambda: cluster.query('up{job="kvrail"} == 1').count(("worker", 1.0)) == 2)
+    with streams(cluster, 4, itertools.count(5000), max_tokens=60):
+        docker("kill", cluster.compose(*BOTH_OVERLAY, "ps", "--quiet", "worker").split()[0])
+        wait_for("the loss is not seen", healthy(1))
+        assert cluster.ask(1) == answer
+    cluster.up(files=BOTH_OVERLAY)
+    wait_for("the router does not see the worker again", healthy(2))
+    cluster.up("--remove-orphans")
+    wait_for("the router does not see its first workers again", cluster.whole)
+    assert cluster.ask(1) == answer
 
 
 def test_the_overlay_for_gpus_gives_each_worker_a_gpu(cluster):

@@ -1,4 +1,4 @@
-"""The lock file of the image for GPUs: `make lock` keeps it."""
+"""The lock files of the images for GPUs: `make lock` keeps that of the first."""
 
 import re
 import tomllib
@@ -9,9 +9,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LOCKED = dict(
-    re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "deploy" / "docker" / "requirements-cuda.txt").read_text(), re.M)
-)
+LISTS = {name: (ROOT / "deploy" / "docker" / f"requirements-{name}.txt").read_text() for name in ("cuda", "rdma")}
+LOCKED = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", LISTS["cuda"], re.M))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 NEEDED = [*PROJECT["dependencies"], *EXTRAS["worker"], *EXTRAS["ucx"], *EXTRAS["otel"]]
@@ -26,6 +25,7 @@ def test_torch_is_the_release_that_is_tested():
     assert f"torch=={LOCKED['torch']}" == (ROOT / "constraints-cpu.txt").read_text().strip()
 
 
-def test_every_package_is_held_by_hashes():
-    entries = re.split(r"\n(?=\S)", (ROOT / "deploy" / "docker" / "requirements-cuda.txt").read_text().strip())
+@pytest.mark.parametrize("name", LISTS)
+def test_every_package_is_held_by_hashes(name):
+    entries = re.split(r"\n(?=\S)", LISTS[name].strip())
     assert [each for each in entries if not each.startswith("#") and "--hash=sha256:" not in each] == []

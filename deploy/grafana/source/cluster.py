@@ -14,6 +14,7 @@ from deploy.grafana.source.queries import (
     quantiles,
     rate,
     share,
+    split,
     total,
 )
 from deploy.grafana.source.workers import STATE
@@ -30,36 +31,29 @@ def _now() -> list[Panel]:
         rate("kvrail_kv_raw_bytes_total", received),
     )
     return [
+        number("Requests/s", "Requests that ended, however they did.", "reqps", rate("kvrail_requests_total")),
         number(
-            "Requests/s", "Requests that ended, however they did.", "reqps", Query(rate("kvrail_requests_total"), "")
-        ),
-        number(
-            "Tokens/s",
-            "Generated tokens that reached the router.",
-            TOKEN_RATE,
-            Query(rate("kvrail_generation_tokens_total"), ""),
+            "Tokens/s", "Generated tokens that reached the router.", TOKEN_RATE, rate("kvrail_generation_tokens_total")
         ),
         number(
             "Time to first token, p99",
             "From request to first token.",
             "s",
-            Query(quantile(0.99, "kvrail_time_to_first_token_seconds"), ""),
+            quantile(0.99, "kvrail_time_to_first_token_seconds"),
         ),
         number(
             "Failed requests",
             "Share of requests that ended in an error of the server: error, unavailable, deadline, overloaded.",
             "percentunit",
-            Query(errors, ""),
+            errors,
             steps=RATIO_STEPS,
         ),
-        number(
-            "KV saved", "Share of the KV bytes that compression kept off the wire.", "percentunit", Query(saved, "")
-        ),
+        number("KV saved", "Share of the KV bytes that compression kept off the wire.", "percentunit", saved),
         number(
             "Workers that take requests",
             "Workers that answer, fit the model and are not draining, as the router sees them.",
             "count:workers",
-            Query(total("kvrail_worker_up"), ""),
+            total("kvrail_worker_up"),
         ),
     ]
 
@@ -71,22 +65,16 @@ def _latency() -> list[Panel]:
             "From request to first token.",
             "s",
             *quantiles("kvrail_time_to_first_token_seconds"),
-            width=8,
             links=[SLOW],
         ),
         lines(
-            "Time between tokens",
-            "Between two tokens of one sequence.",
-            "s",
-            *quantiles("kvrail_inter_token_seconds"),
-            width=8,
+            "Time between tokens", "Between two tokens of one sequence.", "s", *quantiles("kvrail_inter_token_seconds")
         ),
         lines(
             "Time of a request",
             "From request to last byte, of requests that were answered in full.",
             "s",
             *quantiles("kvrail_request_seconds"),
-            width=8,
             links=[SLOW],
         ),
     ]
@@ -98,18 +86,16 @@ def _traffic() -> list[Panel]:
             "Requests by how they ended",
             "stop and length are answers in full.",
             "reqps",
-            Query(rate("kvrail_requests_total", by="outcome"), "{{outcome}}"),
+            split(rate, "kvrail_requests_total", by="outcome"),
             stacked=True,
-            width=8,
             links=[FAILURES],
         ),
         lines(
             "Requests at once",
             "Admitted requests: waiting for their first token, or running.",
             "count:requests",
-            Query(total("kvrail_requests_in_flight", by="state"), "{{state}}"),
+            split(total, "kvrail_requests_in_flight", by="state"),
             stacked=True,
-            width=8,
         ),
         lines(
             "Tokens/s",
@@ -117,7 +103,6 @@ def _traffic() -> list[Panel]:
             TOKEN_RATE,
             Query(rate("kvrail_prompt_tokens_total"), "prompt"),
             Query(rate("kvrail_generation_tokens_total"), "generated"),
-            width=8,
         ),
     ]
 
@@ -135,6 +120,7 @@ def _workers() -> list[Panel]:
             "percentunit",
             Query(named(share(used, pages)), WORKER_NAME),
             top=1,
+            width=12,
         ),
     ]
 
@@ -148,12 +134,13 @@ def overview() -> Dashboard:
 def _whole() -> list[Panel]:
     parts = "kvrail_request_stage_seconds"
     answered = rate("kvrail_request_seconds_count")
+    means = share(increase(f"{parts}_sum", by="stage"), increase(f"{parts}_count", by="stage"))
     return [
         lines(
             "A request's time by part",
             "Mean time of each part of a request; the parts add up to the request.",
             "s",
-            Query(mean(parts, by="stage"), "{{stage}}"),
+            split(mean, parts, by="stage"),
             stacked=True,
             width=16,
         ),
@@ -161,8 +148,7 @@ def _whole() -> list[Panel]:
             "Parts over the range",
             "Mean time of each part of the requests in the board's time range.",
             "s",
-            Query(share(increase(f"{parts}_sum", by="stage"), increase(f"{parts}_count", by="stage")), "{{stage}}"),
-            width=8,
+            Query(f"sort_desc({means})", "{{stage}}"),
         ),
         lines(
             "The parts add up",
@@ -170,6 +156,7 @@ def _whole() -> list[Panel]:
             "s",
             Query(mean("kvrail_request_seconds"), "request"),
             Query(share(rate(f"{parts}_sum"), answered), "sum of its parts"),
+            width=12,
         ),
         lines(
             "99th percentile by part",
@@ -177,6 +164,7 @@ def _whole() -> list[Panel]:
             "s",
             Query(quantile(0.99, parts, by="stage"), "{{stage}}"),
             links=[SLOW],
+            width=12,
         ),
     ]
 
@@ -187,14 +175,16 @@ def _first() -> list[Panel]:
             "Time to first token",
             "How requests are spread over the time to their first token.",
             "s",
-            Query(rate("kvrail_time_to_first_token_seconds_bucket", by="le"), "{{le}}"),
+            split(rate, "kvrail_time_to_first_token_seconds_bucket", by="le"),
+            width=12,
         ),
         lines(
             "Phases",
             "Mean time until prefill began, from there to the first token, and from there to the last.",
             "s",
-            Query(mean("kvrail_request_phase_seconds", by="phase"), "{{phase}}"),
+            split(mean, "kvrail_request_phase_seconds", by="phase"),
             stacked=True,
+            width=12,
         ),
         lines(
             "Time to the k-th token",
@@ -202,12 +192,14 @@ def _first() -> list[Panel]:
             " to a client that asks for drafts.",
             "s",
             Query(quantile(0.5, "kvrail_time_to_token_seconds", by="k, kind"), "token {{k}}, {{kind}}"),
+            width=12,
         ),
         heat(
             "Time between tokens",
             "How the gaps between tokens of one sequence are spread.",
             "s",
-            Query(rate("kvrail_inter_token_seconds_bucket", by="le"), "{{le}}"),
+            split(rate, "kvrail_inter_token_seconds_bucket", by="le"),
+            width=12,
         ),
     ]
 
@@ -219,22 +211,19 @@ def _sizes() -> list[Panel]:
             "Quantiles over answered requests.",
             "count:tokens",
             *quantiles("kvrail_request_prompt_tokens"),
-            width=8,
         ),
         lines(
             "Generated tokens of a request",
             "Over all its sequences.",
             "count:tokens",
             *quantiles("kvrail_request_generation_tokens"),
-            width=8,
         ),
         lines(
             "Where prompt tokens came from",
             "Computed by the decode worker, found in its prefix cache, or transferred from a prefill worker.",
             TOKEN_RATE,
-            Query(rate("kvrail_prompt_tokens_by_source_total", by="source"), "{{source}}"),
+            split(rate, "kvrail_prompt_tokens_by_source_total", by="source"),
             stacked=True,
-            width=8,
         ),
     ]
 

@@ -121,7 +121,7 @@ def lines(
     description: str,
     unit: str,
     *queries: Query,
-    width: int = 12,
+    width: int = 8,
     stacked: bool = False,
     top: float | None = None,
     links: Sequence[Link] = (),
@@ -149,24 +149,24 @@ def number(
     title: str,
     description: str,
     unit: str,
-    *queries: Query,
+    expr: str,
+    *,
     width: int = 4,
     steps: Sequence[tuple[float | None, str]] = ((None, "blue"),),
-    none: str = "–",
 ) -> Panel:
-    """The newest value, large, before its course. steps: colours from values on. none: shown where there is none."""
+    """The newest value, large, before its course. steps: colours from values on."""
     panel = _headed(stat.Panel(), title, description, unit, width, 4)
     values = [shapes.Threshold(value=value, color=colour) for value, colour in steps]
     thresholds = dashboard.ThresholdsConfig().mode(shapes.ThresholdsMode.ABSOLUTE).steps(values)
-    panel = panel.thresholds(thresholds).graph_mode(looks.BigValueGraphMode.AREA).no_value(none)
+    panel = panel.thresholds(thresholds).graph_mode(looks.BigValueGraphMode.AREA).no_value("–")
     panel = panel.color_mode(looks.BigValueColorMode.VALUE)
     panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
-    return _targets(panel, queries)
+    return _targets(panel, [Query(expr, "")])
 
 
-def bars(title: str, description: str, unit: str, *queries: Query, width: int = 12, height: int = 8) -> Panel:
+def bars(title: str, description: str, unit: str, *queries: Query, width: int = 8) -> Panel:
     """Values over the board's range, a bar each. Sizes of the text are given: else Grafana cuts long names."""
-    panel = _headed(bargauge.Panel(), title, description, unit, width, height)
+    panel = _headed(bargauge.Panel(), title, description, unit, width, 8)
     panel = panel.orientation(looks.VizOrientation.HORIZONTAL).display_mode(looks.BarGaugeDisplayMode.GRADIENT)
     panel = panel.min(0).reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
     panel = panel.text(common.VizTextDisplayOptions().title_size(12).value_size(14))
@@ -175,7 +175,7 @@ def bars(title: str, description: str, unit: str, *queries: Query, width: int = 
     return _targets(panel, queries, instant=True)
 
 
-def heat(title: str, description: str, unit: str, query: Query, *, width: int = 12) -> Panel:
+def heat(title: str, description: str, unit: str, query: Query, *, width: int = 8) -> Panel:
     """How a histogram's observations are spread, over time. unit: of what was observed."""
     panel = _headed(heatmap.Panel(), title, description, unit, width, 8)
     panel = panel.y_axis(heatmap.YAxisConfig().unit(unit)).hide_legend().show_tooltip()

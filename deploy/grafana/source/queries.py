@@ -5,6 +5,7 @@ A worker has one name on every panel, its role and the address that the router h
 Quantiles of nothing are NaN, which Grafana leaves out; ratios and means of nothing have no series.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MODEL = 'model_name=~"$model"'
@@ -66,6 +67,11 @@ def quantiles(histogram: str, *labels: str) -> tuple[Query, ...]:
     return tuple(
         Query(quantile(q, histogram, *labels), name) for q, name in ((0.5, "median"), (0.9, "p90"), (0.99, "p99"))
     )
+
+
+def split(form: Callable[..., str], name: str, *labels: str, by: str) -> Query:
+    """A line for each value of the labels `by`. form: `rate`, `increase`, `total` or `mean`."""
+    return Query(form(name, *labels, by=by), ": ".join(f"{{{{{label}}}}}" for label in by.split(", ")))
 
 
 def label_replaced(expr: str, label: str, value: str) -> str:

@@ -15,21 +15,18 @@ from deploy.grafana.source.queries import (
     quantiles,
     rate,
     share,
+    split,
     total,
 )
 
 RECEIVED = 'direction="received"'
-SENT = 'direction="sent"'
 
 
 def _wire() -> list[Panel]:
     raw, payload = "kvrail_kv_raw_bytes_total", "kvrail_kv_payload_bytes_total"
     links = total("kvrail_kv_link_bytes_per_second", by="instance, prefill_worker")
     transfers = label_replaced(
-        share(
-            rate(payload, RECEIVED, by="instance"),
-            rate("kvrail_kv_transfer_seconds_sum", RECEIVED, by="instance"),
-        ),
+        share(rate(payload, RECEIVED, by="instance"), rate("kvrail_kv_transfer_seconds_sum", RECEIVED, by="instance")),
         "prefill_worker",
         "all transfers",
     )
@@ -39,28 +36,28 @@ def _wire() -> list[Panel]:
             "Saved in the range",
             "KV bytes that compression kept off the wire, in the board's time range.",
             "decbytes",
-            Query(kept_off, ""),
+            kept_off,
             width=6,
         ),
         number(
             "Compression",
             "KV bytes before encoding, over those on the wire.",
             "suffix:×",
-            Query(share(rate(raw, RECEIVED), rate(payload, RECEIVED)), ""),
+            share(rate(raw, RECEIVED), rate(payload, RECEIVED)),
             width=6,
         ),
         number(
             "KV not hidden, p99",
             "From the end of a prompt's computation to its exact KV at the decode worker: what nothing hid.",
             "s",
-            Query(quantile(0.99, "kvrail_kv_exposed_transfer_seconds"), ""),
+            quantile(0.99, "kvrail_kv_exposed_transfer_seconds"),
             width=6,
         ),
         number(
             "Failed transfers/s",
             "Transfers that failed, at either end.",
             "ops",
-            Query(rate("kvrail_kv_transfers_total", 'outcome="failed"'), ""),
+            rate("kvrail_kv_transfers_total", 'outcome="failed"'),
             width=6,
             steps=((None, "green"), (0.001, "red")),
         ),
@@ -70,19 +67,22 @@ def _wire() -> list[Panel]:
             "Bps",
             Query(rate(raw, RECEIVED), "before encoding"),
             Query(rate(payload, RECEIVED), "on the wire"),
+            width=12,
         ),
         lines(
             "Compression by codec",
             "KV bytes before encoding, over those on the wire.",
             "suffix:×",
             Query(share(rate(raw, RECEIVED, by="codec"), rate(payload, RECEIVED, by="codec")), "{{codec}}"),
+            width=12,
         ),
         lines(
             "On the wire by codec",
             "KV bytes received, as they crossed.",
             "Bps",
-            Query(rate(payload, RECEIVED, by="codec"), "{{codec}}"),
+            split(rate, payload, RECEIVED, by="codec"),
             stacked=True,
+            width=12,
         ),
         lines(
             "Links",
@@ -90,6 +90,7 @@ def _wire() -> list[Panel]:
             " rate of all transfers to that worker, which short ones lower.",
             "Bps",
             Query(named(f"{links} or {transfers}"), "{{prefill_worker}} to {{worker}}"),
+            width=12,
         ),
     ]
 
@@ -100,37 +101,27 @@ def _transfers() -> list[Panel]:
             "Transfers by how they ended",
             "As decode workers see them: committed, aborted on purpose, or failed.",
             "ops",
-            Query(rate("kvrail_kv_transfers_total", RECEIVED, by="outcome"), "{{outcome}}"),
-            width=8,
+            split(rate, "kvrail_kv_transfers_total", RECEIVED, by="outcome"),
         ),
         lines(
             "Time of a transfer",
             "From a transfer's first frame to its last, at the decode worker.",
             "s",
             *quantiles("kvrail_kv_transfer_seconds", RECEIVED),
-            width=8,
         ),
         lines(
             "KV not hidden",
             "From the end of a prompt's computation to its exact KV at the decode worker.",
             "s",
             *quantiles("kvrail_kv_exposed_transfer_seconds"),
-            width=8,
         ),
         lines(
             "Fallbacks",
             "Prefills that an alternate worker or the decode worker itself computed, and prefills that none did.",
             "ops",
-            Query(rate("kvrail_prefill_fallbacks_total", by="reason"), "{{reason}}"),
-            width=8,
+            split(rate, "kvrail_prefill_fallbacks_total", by="reason"),
         ),
-        lines(
-            "Frames",
-            "KV frames sent and received.",
-            "ops",
-            Query(rate("kvrail_kv_frames_total", by="direction"), "{{direction}}"),
-            width=8,
-        ),
+        lines("Frames", "KV frames sent and received.", "ops", split(rate, "kvrail_kv_frames_total", by="direction")),
         lines(
             "Bytes that wait",
             "Later stages held at prefill workers until first stages have left, and earlier stages"
@@ -138,7 +129,6 @@ def _transfers() -> list[Panel]:
             "decbytes",
             Query(total("kvrail_kv_held_bytes"), "held"),
             Query(total("kvrail_kv_kept_bytes"), "kept"),
-            width=8,
         ),
     ]
 
@@ -153,42 +143,37 @@ def _codecs() -> list[Panel]:
             "Until its bytes are on the host; on a GPU, waits for it included.",
             "s",
             Query(quantile(0.99, "kvrail_kv_encode_seconds", by="codec"), "{{codec}}"),
-            width=8,
         ),
         lines(
             "Decoding a frame, p99",
             "Time that it took a thread; on a GPU, kernels go on behind it.",
             "s",
             Query(quantile(0.99, "kvrail_kv_decode_seconds", by="codec"), "{{codec}}"),
-            width=8,
         ),
         lines(
             "Values that escape",
             "Share of keys' and values' elements that no code covered. Above 1 %, calibrate.",
             "percentunit",
             Query(escapes, "{{codec}}"),
-            width=8,
         ),
         lines(
             "Tensors sent as they were",
             "Keys or values of a frame that no code would have made smaller.",
             "ops",
-            Query(rate("kvrail_kv_raw_tensors_total", by="codec"), "{{codec}}"),
-            width=8,
+            split(rate, "kvrail_kv_raw_tensors_total", by="codec"),
         ),
         bars(
             "Choices of a codec",
             "Transfers whose codec was left to the decode worker, in the range, by what it took and why.",
             "count:transfers",
-            Query(increase("kvrail_kv_codec_choices_total", by="codec, reason"), "{{codec}}: {{reason}}"),
-            width=8,
+            split(increase, "kvrail_kv_codec_choices_total", by="codec, reason"),
+            width=12,
         ),
         number(
             "Lossy requests",
             "Requests in the range whose KV came through a codec that does not restore every bit.",
             "count:requests",
-            Query(increase("kvrail_lossy_requests_total"), ""),
-            width=8,
+            increase("kvrail_lossy_requests_total"),
         ),
     ]
 
@@ -200,74 +185,80 @@ def transfer() -> Dashboard:
     return board("kvrail-transfer", "KV transfer and codecs", description, sections)
 
 
-def drafts() -> Dashboard:
-    """Drafts on coarse KV, and what became of them."""
-    proposed, accepted = rate("kvrail_engine_drafts_proposed_total"), rate("kvrail_engine_drafts_accepted_total")
-    one = 'k="8"'
-    parts = "kvrail_request_stage_seconds"
-    panels = [
+def _verified() -> list[Panel]:
+    proposed, accepted = "kvrail_engine_drafts_proposed_total", "kvrail_engine_drafts_accepted_total"
+    right = share(rate(accepted, by="instance"), rate(proposed, by="instance"))
+    return [
         number(
             "Accepted",
             "Share of the drafts that verification on exact KV repeated.",
             "percentunit",
-            Query(share(accepted, proposed), ""),
+            share(rate(accepted), rate(proposed)),
             width=8,
             steps=((None, "red"), (0.3, "orange"), (0.6, "green")),
         ),
-        number("Drafts/s", "Tokens drafted on coarse KV.", TOKEN_RATE, Query(proposed, ""), width=8),
+        number("Drafts/s", "Tokens drafted on coarse KV.", TOKEN_RATE, rate(proposed), width=8),
         number(
             "Wait hidden, mean",
             "Of the time from a request's first token to its exact KV, the share during which drafts were made.",
             "percentunit",
-            Query(mean("kvrail_kv_wait_hidden_share"), ""),
+            mean("kvrail_kv_wait_hidden_share"),
             width=8,
         ),
         lines(
             "Drafts",
             "Proposed, and accepted by their verification.",
             TOKEN_RATE,
-            Query(proposed, "proposed"),
-            Query(accepted, "accepted"),
+            Query(rate(proposed), "proposed"),
+            Query(rate(accepted), "accepted"),
+            width=12,
         ),
         lines(
             "Accepted by worker",
             "Share of the drafts that were right.",
             "percentunit",
-            Query(
-                named(
-                    share(
-                        rate("kvrail_engine_drafts_accepted_total", by="instance"),
-                        rate("kvrail_engine_drafts_proposed_total", by="instance"),
-                    )
-                ),
-                WORKER_NAME,
-            ),
+            Query(named(right), WORKER_NAME),
             top=1,
+            width=12,
         ),
         heat(
             "Accepted in one verification",
             "How far drafts stay right: drafts accepted in one verification.",
             "count:drafts",
-            Query(rate("kvrail_engine_accepted_drafts_bucket", by="le"), "{{le}}"),
+            split(rate, "kvrail_engine_accepted_drafts_bucket", by="le"),
+            width=12,
         ),
         lines(
             "Accepted in one verification, mean",
             "Drafts that a verification accepts.",
             "count:drafts",
             Query(named(mean("kvrail_engine_accepted_drafts", by="instance")), WORKER_NAME),
+            width=12,
         ),
+    ]
+
+
+def _times_of_drafts() -> list[Panel]:
+    eighth = quantile(0.5, "kvrail_time_to_token_seconds", 'k="8"', by="kind")
+    return [
         lines(
             "Time to the 8th token",
             "Median, verified, and shown as a draft to clients that ask for drafts.",
             "s",
-            Query(quantile(0.5, "kvrail_time_to_token_seconds", one, by="kind"), "{{kind}}"),
+            Query(eighth, "{{kind}}"),
+            width=12,
         ),
         lines(
             "Drafting and verifying",
             "Mean time of these two parts of a request.",
             "s",
-            Query(mean(parts, 'stage=~"draft|verify"', by="stage"), "{{stage}}"),
+            split(mean, "kvrail_request_stage_seconds", 'stage=~"draft|verify"', by="stage"),
+            width=12,
         ),
     ]
+
+
+def drafts() -> Dashboard:
+    """Drafts on coarse KV, and what became of them."""
     description = "Tokens drafted on the first stage of the KV, and what verification on the whole made of them."
-    return board("kvrail-drafts", "drafts", description, {"Drafts": panels})
+    return board("kvrail-drafts", "drafts", description, {"Drafts": [*_verified(), *_times_of_drafts()]})

@@ -19,6 +19,7 @@ from deploy.grafana.source.queries import (
     rate,
     series,
     share,
+    split,
     total,
 )
 
@@ -49,42 +50,36 @@ def _load() -> list[Panel]:
             "On each worker.",
             "count:sequences",
             _chosen(total("kvrail_engine_sequences", 'state="running"', by=INSTANCE)),
-            width=8,
         ),
         lines(
             "Sequences that wait",
             "In each worker's own queue; most wait at the router.",
             "count:sequences",
             _chosen(total("kvrail_engine_sequences", 'state="waiting"', by=INSTANCE)),
-            width=8,
         ),
         lines(
             "Prompts given by the router",
             "To each worker.",
             "reqps",
             Query(rate("kvrail_worker_requests_total", WORKER, by="role, worker"), WORKER_NAME),
-            width=8,
         ),
         lines(
             "Tokens computed",
             "Prompt tokens.",
             TOKEN_RATE,
             _chosen(rate("kvrail_engine_prompt_tokens_total", by=INSTANCE)),
-            width=8,
         ),
         lines(
             "Tokens sampled",
             "Output tokens.",
             TOKEN_RATE,
             _chosen(rate("kvrail_engine_generation_tokens_total", by=INSTANCE)),
-            width=8,
         ),
         lines(
             "Backlog",
             "Tokens of prompts that a worker has still to compute for this router.",
             "count:tokens",
             Query(total("kvrail_worker_backlog_tokens", WORKER, by="role, worker"), WORKER_NAME),
-            width=8,
         ),
     ]
 
@@ -97,21 +92,18 @@ def _steps() -> list[Panel]:
             "s",
             _chosen(quantile(0.5, "kvrail_engine_step_seconds", by=INSTANCE), ", median"),
             _chosen(quantile(0.99, "kvrail_engine_step_seconds", by=INSTANCE), ", p99"),
-            width=8,
         ),
         lines(
             "Tokens of a step",
             "Mean by worker.",
             "count:tokens",
             _chosen(mean("kvrail_engine_step_tokens", by=INSTANCE)),
-            width=8,
         ),
         lines(
             "Preemptions",
             "Sequences that gave up their pages to others.",
             "ops",
             _chosen(rate("kvrail_engine_preemptions_total", by=INSTANCE)),
-            width=8,
         ),
     ]
 
@@ -129,7 +121,6 @@ def _memory() -> list[Panel]:
             "count:pages",
             Query(f"sum by (state) ({pages})", "{{state}}"),
             stacked=True,
-            width=8,
         ),
         lines(
             "KV pages in use",
@@ -137,50 +128,48 @@ def _memory() -> list[Panel]:
             "percentunit",
             _chosen(
                 share(
-                    total("kvrail_engine_pages", 'state="used"', by=INSTANCE),
-                    total("kvrail_engine_pages", by=INSTANCE),
+                    total("kvrail_engine_pages", 'state="used"', by=INSTANCE), total("kvrail_engine_pages", by=INSTANCE)
                 )
             ),
             top=1,
-            width=8,
         ),
-        lines(
-            "Prefix cache",
-            "Share of prompt tokens that the cache held.",
-            "percentunit",
-            _chosen(hits),
-            top=1,
-            width=8,
-        ),
+        lines("Prefix cache", "Share of prompt tokens that the cache held.", "percentunit", _chosen(hits), top=1),
     ]
 
 
 def _start() -> list[Panel]:
+    phases = total("kvrail_worker_start_seconds", by="instance, phase")
+    compiled = total("kvrail_codec_compile_seconds", by="instance, codec")
+    memory = named(total("kvrail_worker_memory_bytes", by="instance, use"), chosen=True)
     return [
         bars(
-            "Start-up by phase",
-            "What took the time of each worker's last start, or has so far.",
+            "Start-up by worker",
+            "Time of the last start, or of this one so far, at the five slowest.",
             "s",
-            _chosen(f"{total('kvrail_worker_start_seconds', by='instance, phase')} > 0.01", ", {{phase}}"),
-            width=8,
+            Query(f"topk(5, {named(total('kvrail_worker_start_seconds', by=INSTANCE), chosen=True)})", WORKER_NAME),
+            width=12,
+        ),
+        bars(
+            "Start-up by phase",
+            "What each phase took at the worker where it took longest.",
+            "s",
+            Query(f"max by (phase) ({named(phases, chosen=True)}) > 0.01", "{{phase}}"),
+            width=12,
         ),
         bars(
             "Codecs compiled",
-            "Time until the kernels were compiled or loaded, by worker.",
+            "Time until the kernels were compiled or loaded, at the worker where it took longest.",
             "s",
-            _chosen(total("kvrail_codec_compile_seconds", by="instance, codec"), ", {{codec}}"),
-            width=8,
+            Query(f"max by (codec) ({named(compiled, chosen=True)})", "{{codec}}"),
+            width=12,
         ),
         lines(
             "GPU memory",
             "By use, over the chosen workers.",
             "bytes",
-            Query(
-                f"sum by (use) ({named(total('kvrail_worker_memory_bytes', by='instance, use'), chosen=True)})",
-                "{{use}}",
-            ),
+            Query(f"sum by (use) ({memory})", "{{use}}"),
             stacked=True,
-            width=8,
+            width=12,
         ),
     ]
 
@@ -191,15 +180,9 @@ def _processes(ours: str, shown: Callable[[str], Query], cores: str, memory: str
     ours: a series that only these have. shown: makes a query of an expression by instance. The others: descriptions.
     """
     return [
-        lines(
-            "Processor",
-            cores,
-            "count:cores",
-            shown(_of_processes("process_cpu_seconds_total", ours, rises=True)),
-            width=8,
-        ),
-        lines("Memory", memory, "decbytes", shown(_of_processes("process_resident_memory_bytes", ours)), width=8),
-        lines("Open files", files, "count:files", shown(_of_processes("process_open_fds", ours)), width=8),
+        lines("Processor", cores, "count:cores", shown(_of_processes("process_cpu_seconds_total", ours, rises=True))),
+        lines("Memory", memory, "decbytes", shown(_of_processes("process_resident_memory_bytes", ours))),
+        lines("Open files", files, "count:files", shown(_of_processes("process_open_fds", ours))),
     ]
 
 
@@ -229,24 +212,21 @@ def _door() -> list[Panel]:
             "HTTP by path",
             "Answers of each path, without probes, scrapes and the status page.",
             "reqps",
-            Query(rate("kvrail_http_requests_total", CALLS, by="handler"), "{{handler}}"),
+            split(rate, "kvrail_http_requests_total", CALLS, by="handler"),
             stacked=True,
-            width=8,
         ),
         lines(
             "HTTP by status",
             "Answers by status, without probes, scrapes and the status page; 499: the client left first.",
             "reqps",
-            Query(rate("kvrail_http_requests_total", CALLS, by="status"), "{{status}}"),
+            split(rate, "kvrail_http_requests_total", CALLS, by="status"),
             stacked=True,
-            width=8,
         ),
         lines(
             "Time of an answer, p99",
             "From request to last byte, streams included.",
             "s",
             Query(quantile(0.99, "kvrail_http_request_seconds", CALLS, by="handler"), "{{handler}}"),
-            width=8,
         ),
     ]
 
@@ -257,38 +237,25 @@ def _queue() -> list[Panel]:
             "Prompts that wait",
             "In the router, for their turn.",
             "count:prompts",
-            Query(total("kvrail_queue_prompts"), ""),
+            total("kvrail_queue_prompts"),
             width=6,
             steps=((None, "green"), (32, "orange"), (256, "red")),
         ),
-        number(
-            "Clients that wait",
-            "By API key or address.",
-            "count:clients",
-            Query(total("kvrail_queue_clients"), ""),
-            width=6,
-        ),
+        number("Clients that wait", "By API key or address.", "count:clients", total("kvrail_queue_clients"), width=6),
         number(
             "Failovers",
             "Streams that another decode worker took over, per second.",
             "ops",
-            Query(rate("kvrail_failovers_total"), ""),
+            rate("kvrail_failovers_total"),
             width=6,
             steps=((None, "green"), (0.001, "orange")),
         ),
-        number(
-            "Requests at once",
-            "Admitted requests.",
-            "count:requests",
-            Query(total("kvrail_requests_in_flight"), ""),
-            width=6,
-        ),
+        number("Requests at once", "Admitted requests.", "count:requests", total("kvrail_requests_in_flight"), width=6),
         lines(
             "Time in the queue",
             "Until a prompt has its turn and a worker has room.",
             "s",
             *quantiles("kvrail_queue_seconds"),
-            width=8,
         ),
         lines(
             "Queue",
@@ -296,14 +263,12 @@ def _queue() -> list[Panel]:
             "count:waiting",
             Query(total("kvrail_queue_prompts"), "prompts"),
             Query(total("kvrail_queue_clients"), "clients"),
-            width=8,
         ),
         heat(
             "Place in the queue",
             "Prompts that waited already when one came.",
             "count:prompts",
-            Query(rate("kvrail_queue_place_bucket", by="le"), "{{le}}"),
-            width=8,
+            split(rate, "kvrail_queue_place_bucket", by="le"),
         ),
     ]
 
@@ -314,29 +279,29 @@ def _placing() -> list[Panel]:
             "Placements by reason",
             "What decided between workers.",
             "ops",
-            Query(rate("kvrail_placements_total", by="role, reason"), "{{role}}: {{reason}}"),
-            width=8,
+            split(rate, "kvrail_placements_total", by="role, reason"),
+            width=12,
         ),
         lines(
             "Ways of prompts by reason",
             "Computed where they decode (here) or on another worker (apart), where workers do both, and why.",
             "ops",
-            Query(rate("kvrail_prompt_ways_total", by="way, reason"), "{{way}}: {{reason}}"),
-            width=8,
+            split(rate, "kvrail_prompt_ways_total", by="way, reason"),
+            width=12,
         ),
         lines(
             "Prefix tokens",
             "That decode workers were expected to hold, and that they found.",
             TOKEN_RATE,
-            Query(rate("kvrail_prefix_tokens_total", by="kind"), "{{kind}}"),
-            width=8,
+            split(rate, "kvrail_prefix_tokens_total", by="kind"),
+            width=12,
         ),
         bars(
             "Requests at workers",
             "Of this router, by worker, now.",
             "count:requests",
             Query(total("kvrail_worker_requests_in_flight", by="role, worker"), WORKER_NAME),
-            width=8,
+            width=12,
         ),
     ]
 
