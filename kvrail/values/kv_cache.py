@@ -9,7 +9,7 @@ Asked = Literal["", "exact", ExactForm, LossyForm]
 
 EXACT = "exact"
 EXACT_FORMS: tuple[str, ...] = get_args(ExactForm)
-"""Forms of which attention reads every bit that was computed."""
+"""Attention reads every bit that was computed."""
 FORMS: tuple[str, ...] = (*EXACT_FORMS, *get_args(LossyForm))
 
 
