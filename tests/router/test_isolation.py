@@ -11,6 +11,7 @@ from kvrail.text import Tokenizer
 from kvrail.values.kv_cache import FORMS, suits
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, status, until, write_output
 from tests.router.scripts import dying, error_of, hanging
+from tests.router.test_invariant import computing, saying
 
 HI = [{"role": "user", "content": "hi"}]
 BODIES = {
@@ -165,13 +166,31 @@ async def test_what_began_on_lossy_pages_goes_on_anywhere_and_says_so(tokenizer:
         await keep(cluster, "int4", "plain", plain=5)
         lossy, exact = cluster.decode
         lossy.script = dying(2)
-        assert told(await cluster.chat()) == ("int4,plain", False)
+        answer = await cluster.chat()
+        assert told(answer) == ("int4,plain", False)
         assert len(exact.requests[0].resumed[0].token_ids) == 2
         await until(lambda: cluster.service.pool.decode[lossy.target].state is WorkerState.HEALTHY)
         error_of(
             await cluster.chat(**asking("int4")), 503, "worker_unavailable"
         )  # but not where its form was asked for
         assert len(exact.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("forms", "alike"), [(("plain", "lossless"), True), (("int4", "int4"), True), (("int4", "plain"), False)]
+)
+async def test_bits_of_an_answer_are_any_workers_only_without_a_change_of_form(
+    tokenizer: Tokenizer, forms: tuple[str, str], alike: bool
+):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        for number, (worker, form) in enumerate(zip(cluster.decode, forms, strict=True)):
+            worker.status = computing("aa", kv_cache=form, running=number)
+        workers = cluster.service.pool.decode
+        await until(lambda: all(workers[each.target].numerics == "aa" for each in cluster.decode))
+        await until(lambda: workers[cluster.decode[1].target].load().sequences == 1)
+        cluster.decode[0].script, cluster.decode[1].script = dying(2), saying("aa")
+        usage = (await cluster.complete(prompt="the fox")).json()["usage"]["kvrail"]
+        assert usage["kv_cache"] == ",".join(dict.fromkeys(forms)) and usage["invariant"] is alike
 
 
 async def test_a_worker_dies_amid_a_mix(tokenizer: Tokenizer):
@@ -221,20 +240,25 @@ async def test_a_form_whose_workers_are_away_can_be_asked_for_again(tokenizer: T
 
 
 async def test_prompts_that_wait_for_exact_pages_hold_up_no_others_of_their_client(tokenizer: Tokenizer):
+    go_on = asyncio.Event()
+
+    async def held(worker, request):
+        await go_on.wait()
+        async for reply in write_output(worker, request):
+            yield reply
+
     async with run_cluster(tokenizer, decode=2, newcomer_share=0) as cluster:
         await keep(cluster, "plain", "int4")
         plain, _ = cluster.decode
-        plain.script = hanging()
+        plain.script = held
         exact = [asyncio.create_task(cluster.chat(**asking("exact"))) for _ in range(12)]
         queue = cluster.service.dispatcher.queue
         await until(lambda: len(plain.requests) == 8 and len(queue) == 4)
         for _ in range(80):  # more than may pass one that finds no room where it could go
             assert told(await cluster.chat()) == ("int4", False)
         assert len(queue) == 4 and len(plain.requests) == 8
-        plain.script = write_output
-        for task in exact[:8]:
-            task.cancel()
-        assert [told(each) for each in await asyncio.gather(*exact[8:])] == [("plain", True)] * 4
+        go_on.set()
+        assert [told(each) for each in await asyncio.gather(*exact)] == [("plain", True)] * 12
 
 
 async def test_prompts_that_wait_for_exact_pages_end_with_the_last_such_worker(tokenizer: Tokenizer):
@@ -246,9 +270,10 @@ async def test_prompts_that_wait_for_exact_pages_end_with_the_last_such_worker(t
         queue = cluster.service.dispatcher.queue
         await until(lambda: len(plain.requests) == 8 and len(queue) == 2)
         plain.status = status(draining=True)
-        waiting = exact[8:]
-        for task in waiting:
-            error_of(await task, 503, "worker_unavailable")
+        await until(lambda: sum(task.done() for task in exact) == 2)
+        for task in exact:
+            if task.done():
+                error_of(task.result(), 503, "worker_unavailable")
         assert told(await cluster.chat()) == ("int4", False) and not len(queue)
         for task in exact:
             task.cancel()
