@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+from typing import get_args
 
 import pytest
 
+from kvrail.config.settings import WorkerSettings
 from kvrail.runtime.queueing import FairQueue, Ticket
 from kvrail.services.router.fleet.policy import WorkerState
 from kvrail.text import Tokenizer
@@ -59,6 +61,7 @@ def test_what_suits_a_request():
     assert [form for form in FORMS if suits(form, "")] == list(FORMS)
     assert [form for form in FORMS if suits(form, "int4")] == ["int4"]
     assert not suits("", "exact")  # of a worker that has not said
+    assert set(get_args(WorkerSettings.model_fields["kv_cache"].annotation)) <= set(FORMS)
 
 
 @pytest.mark.parametrize("path", BODIES)
