@@ -74,7 +74,7 @@ def everything() -> Registry:
     """A registry with every metric of router and workers, and all series that need a use."""
     registry = Registry()
     router = RouterMetrics(registry, "m")
-    router.placed("decode", "decode", "d:1", "load")
+    router.placed("decode", "decode", "d:1", "load", "plain")
     router.show_worker("decode", "d:1", state="healthy", states=["healthy", "down"], requests=1, backlog=20)
     router.worker_up("decode", "d:1", True)
     router.show_cache(64, 100)

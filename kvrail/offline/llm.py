@@ -73,7 +73,7 @@ class LLM:
         limits = Limits(loaded.max_model_len, min(loaded.vocab_size, tokenizer.vocab_size), frozenset(), frozenset())
         checker = Checker(tokenizer)
         shaper = Shaper(tokenizer, checker, tool_parser="none", reasoning_parser="none")
-        self._planner = Planner(Encoder(tokenizer), shaper, lambda: limits, defaults)
+        self._planner = Planner(Encoder(tokenizer), shaper, lambda _: limits, defaults)
         self._grammars = Grammars(lambda: tokenizer, loaded.eos_token_ids)
         self._places = asyncio.Semaphore(settings.max_waiting)
         self._numbers = itertools.count()

@@ -12,7 +12,7 @@ come back as soon as a client within its share waits: it takes them from those t
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 OUTPUT_WEIGHT = 2
@@ -25,14 +25,16 @@ PATIENCE = 64
 class Ticket:
     """A prompt that waits. places: sequences that it needs room for. priority: within its client; lower is earlier.
 
-    passed: prompts that were served before it because it found no room. lent: its places are, or would be, beyond the
-    share of its client. took: it has taken lent places back, which it does once.
+    kind: which workers it can go to; it waits for its client's prompts of the same kind alone. passed: prompts that
+    were served before it because it found no room. lent: its places are, or would be, beyond the share of its client.
+    took: it has taken lent places back, which it does once.
     """
 
     client: str
     places: int
     tokens: int
     priority: int = 0
+    kind: str = ""
     passed: int = 0
     lent: bool = False
     took: bool = False
@@ -58,7 +60,7 @@ class FairQueue:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._waiting: dict[str, list[Ticket]] = {}  # a heap each
+        self._waiting: dict[str, dict[str, list[Ticket]]] = {}  # by client and kind, a heap each
         self._served: Counter[str] = Counter()  # weighted tokens of clients that wait or hold something
         self._held: Counter[str] = Counter()  # places
         self._lent: dict[str, list[Ticket]] = {}  # tickets that hold places beyond their client's share, oldest first
@@ -73,6 +75,11 @@ class FairQueue:
     def clients(self) -> int:
         """Clients that wait."""
         return len(self._waiting)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of the tickets that wait."""
+        return set().union(*self._waiting.values())
 
     def add(self, ticket: Ticket) -> None:
         """Put a ticket behind those of its client that have its priority."""
@@ -91,17 +98,18 @@ class FairQueue:
         """The ticket's caller has left."""
         self._gone.add(ticket)
         self._length -= 1
-        self._tidy(ticket.client)
+        self._tidy(ticket)
 
     def turns(self, free: int) -> Iterator[Ticket]:
-        """The first ticket of each client: of clients within their share of the `free` places, then of the others.
+        """The first ticket of each client and kind: of clients within their share of `free` places, then of the others.
 
         Among either, the client served least is first. A client that holds nothing is within its share, and places that
         are lent count as free. The caller takes the first that fits. A ticket that PATIENCE others have passed is the
         last one.
         """
         free += sum(ticket.places for tickets in self._lent.values() for ticket in tickets)
-        for rank, ticket in sorted((self._rank(client, free), tickets[0]) for client, tickets in self._waiting.items()):
+        heads = (tickets[0] for kinds in self._waiting.values() for tickets in kinds.values())
+        for rank, ticket in sorted((self._rank(head, free), head) for head in heads):
             ticket.lent = rank[0]
             yield ticket
             if ticket.passed >= PATIENCE:
@@ -117,13 +125,16 @@ class FairQueue:
         self.charge(ticket.client, ticket.tokens)
         self.remove(ticket)
 
-    def borrowed(self, ticket: Ticket) -> Ticket | None:
-        """The ticket that is to give its places back to this one, which no room was found for; None: it has to wait."""
+    def borrowed(self, ticket: Ticket, helps: Callable[[Ticket], bool] = lambda _: True) -> Ticket | None:
+        """The ticket that is to give its places back to this one, which no room was found for; None: it has to wait.
+
+        helps: whether a ticket's places are where this one can go.
+        """
         if ticket.lent or ticket.took:
             return None
         others = sorted((len(lent), client) for client, lent in self._lent.items() if client != ticket.client)
         candidates = (each for _, client in reversed(others) for each in reversed(self._lent[client]))
-        return next((each for each in candidates if each.places >= ticket.places), None)
+        return next((each for each in candidates if each.places >= ticket.places and helps(each)), None)
 
     def charge(self, client: str, tokens: int) -> None:
         """Tokens were computed for a client."""
@@ -142,13 +153,13 @@ class FairQueue:
                 del self._lent[ticket.client]
         if self._held[ticket.client] <= 0:
             del self._held[ticket.client]
-        self._tidy(ticket.client)
+        self._tidy(ticket)
 
-    def _rank(self, client: str, free: int) -> tuple[bool, int, tuple[int, int]]:
+    def _rank(self, ticket: Ticket, free: int) -> tuple[bool, int, tuple[int, int]]:
         """The lower, the sooner it is the client's turn: whether it is beyond its share, its tokens, its order."""
-        held, ticket = self._held.get(client, 0), self._waiting[client][0]
+        held = self._held.get(ticket.client, 0)
         beyond = held > 0 and not fair(held, ticket.places, free, self._share)
-        return beyond, self._served[client], ticket.order
+        return beyond, self._served[ticket.client], ticket.order
 
     def _push(self, ticket: Ticket) -> None:
         client = ticket.client
@@ -156,15 +167,19 @@ class FairQueue:
             busy = self._waiting.keys() | self._held.keys()
             least = min((self._served[each] for each in busy), default=0)
             self._served[client] = max(self._served[client], least)
-        heapq.heappush(self._waiting.setdefault(client, []), ticket)
+        heapq.heappush(self._waiting.setdefault(client, {}).setdefault(ticket.kind, []), ticket)
         self._length += 1
 
-    def _tidy(self, client: str) -> None:
-        """Forget what has gone from the head of a client's heap, and the client where nothing is left of it."""
-        heap = self._waiting.get(client)
+    def _tidy(self, ticket: Ticket) -> None:
+        """Forget what has gone from the head of a ticket's heap, and its client where nothing is left of it."""
+        client = ticket.client
+        kinds = self._waiting.get(client, {})
+        heap = kinds.get(ticket.kind)
         while heap and heap[0] in self._gone:
             self._gone.discard(heapq.heappop(heap))
         if heap is not None and not heap:
-            del self._waiting[client]
+            del kinds[ticket.kind]
+            if not kinds:
+                del self._waiting[client]
         if client not in self._waiting and client not in self._held:
             del self._served[client]

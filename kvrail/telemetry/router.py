@@ -121,7 +121,9 @@ class RouterMetrics:
             "kvrail_queue_seconds", "Time that a prompt waited in the router for its turn.", buckets.PART
         )
         self._placements = make.counter_family(
-            "kvrail_placements", "Prompts placed on workers, by the reason for the choice.", "role", "reason"
+            "kvrail_placements",
+            "Prompts placed on workers, by the reason for the choice and by the form of the worker's KV pages.",
+            *("role", "reason", "kv_cache"),
         )
         self._ways = make.counter_family(
             "kvrail_prompt_ways",
@@ -213,9 +215,9 @@ class RouterMetrics:
         if seconds is not None:
             self._http_seconds.labels(self._model, handler).observe(seconds)
 
-    def placed(self, part: str, role: str, worker: str, reason: str) -> None:
-        """Count a prompt that a worker of this role got. part: prefill or decode."""
-        self._placements.labels(self._model, part, reason).inc()
+    def placed(self, part: str, role: str, worker: str, reason: str, kv_cache: str) -> None:
+        """Count a prompt that a worker of this role got. part: prefill or decode. kv_cache: the form of its pages."""
+        self._placements.labels(self._model, part, reason, kv_cache).inc()
         self._given.labels(self._model, role, worker).inc()
 
     def went(self, way: str, reason: str) -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvrail.errors import IncompatibleError
+from kvrail.values.kv_cache import FORMS, is_exact
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2, decode_pb2
 
@@ -97,6 +98,19 @@ def check_summary(summary: decode_pb2.GenerateSummary, prompt_tokens: int, most_
         check_name(name, getattr(summary, name))
 
 
+def check_form(form: str, roles: Sequence[str]) -> None:
+    """Refuse a form of pages that is not known, and a lossy one where prompts are computed for other workers."""
+    if form not in FORMS:
+        raise IncompatibleError(
+            f"the peer says that it keeps KV pages as {form[:MAX_NAME_CHARS]!r}; known forms are {', '.join(FORMS)}"
+        )
+    if "prefill" in roles and not is_exact(form):
+        raise IncompatibleError(
+            f"the peer says that it prefills and keeps KV pages as {form!r}; a worker that computes prompts for others"
+            " keeps exact pages"
+        )
+
+
 def check_status(status: common_pb2.WorkerStatus, max_pages: int) -> None:
     """Check what a worker says of itself. max_pages: digests that it was asked for at most.
 
@@ -111,6 +125,8 @@ def check_status(status: common_pb2.WorkerStatus, max_pages: int) -> None:
     if status.protocol_version == PROTOCOL_VERSION:
         check_number("vocab_size", model.vocab_size, math.inf, 1)
         check_number("max_model_len", model.max_model_len, math.inf, 1)
+    if status.protocol_version == PROTOCOL_VERSION or status.kv_cache:
+        check_form(status.kv_cache, status.roles)
     check_number("the number of free and cached pages", status.pages_free + status.pages_cached, status.pages_total)
     check_number("metrics_port", status.metrics_port, 65535)
     for field, seconds in status.step_cost.ListFields():

@@ -123,6 +123,7 @@ class Worker:
             metrics_port=self.monitor.port,
             report=report_of(self.monitor.registry, device_now(loaded.device)),
             roles=settings.roles,
+            kv_cache=settings.kv_cache,
             kv_in_clear=bool(in_clear(settings, transports)),
         )
 

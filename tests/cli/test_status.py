@@ -22,6 +22,7 @@ HEALTH = {
             "pages_free": 100,
             "pages_cached": 50,
             "codecs": ["raw"],
+            "kv_cache": "lossless",
             "invariant": True,
             "numerics": "n",
         }
@@ -60,9 +61,10 @@ def test_each_worker_has_a_line(router, capsys):
     assert capsys.readouterr().out == (
         "ok: m, 1 request active\n"
         "\n"
-        "role     worker          state  running  waiting  pages used    cached       free  batch-invariant  detail\n"
-        "decode   127.0.0.1:7002  ready        3        0    50 (25%)  50 (25%)  100 (50%)  yes\n"
-        "prefill  p:7001          down" + " " * 71 + "connection refused\n"
+        "role     worker          state  running  waiting  pages used    cached       free  KV pages  batch-invariant"
+        "  detail\n"
+        "decode   127.0.0.1:7002  ready        3        0    50 (25%)  50 (25%)  100 (50%)  lossless  yes\n"
+        "prefill  p:7001          down" + " " * 81 + "connection refused\n"
         "p:7001: does not resolve\n"
     )
 

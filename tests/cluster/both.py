@@ -17,7 +17,7 @@ from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
 from kvrail.transfer.streams import SideStream
 from kvrail.transport.inproc import InprocTransport
-from kvrail.worker.codecs import AUTO, Codecs
+from kvrail.worker.codecs import Codecs
 from kvrail.worker.monitor import Monitor
 from kvrail.worker.process import build_worker
 from kvrail.worker.weights import forms_of
@@ -51,8 +51,7 @@ async def both_workers(folder, transport="tcp", count=2, authority=None, **chang
             channels = GrpcPrefillWorkers(tls)
             stack.push_async_callback(channels.close)
             reach = InprocWorkers(servicers) if transport == "inproc" else channels
-            asked = codecs.check(options.codec)
-            first = codecs.usual if asked == AUTO else asked
+            asked, first = codecs.check(options.codec), transports.first_codec(codecs.usual)
             fetcher = Fetcher(worker, options, codecs, transports, asked, first, reach)
             rpc = await build_server(tls=tls)
             rpc.add_prefill(prefill)

@@ -26,7 +26,7 @@ from kvrail.transport.inproc import InprocTransport
 from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
-from kvrail.worker.codecs import AUTO, Codecs
+from kvrail.worker.codecs import Codecs
 from kvrail.worker.monitor import Monitor
 from kvrail.worker.process import Worker, build_worker
 from kvrail.worker.transports import Transports
@@ -80,6 +80,8 @@ class Cluster:
         fingerprint="",
         timeout_s=120.0,
         cache_salt="",
+        kv_cache="",
+        exact=False,
         **params,
     ) -> Answer:
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}
@@ -94,6 +96,8 @@ class Cluster:
             provisional=provisional,
             model_fingerprint=fingerprint,
             cache_salt=cache_salt,
+            kv_cache=kv_cache,
+            exact=exact,
         )
         answer = Answer()
         async with self.client.generate(request, timeout_s=timeout_s) as replies:
@@ -205,8 +209,8 @@ async def cluster(
     channels = GrpcPrefillWorkers(tls("decode"))
     reach = InprocWorkers(servicers) if here else channels
     transports = await transports_for(transport, options, worker.loaded.device)
-    asked = codecs.check(options.codec)
-    fetcher = Fetcher(worker, options, codecs, transports, asked, codecs.usual if asked == AUTO else asked, reach)
+    asked, first = codecs.check(options.codec), transports.first_codec(codecs.usual)
+    fetcher = Fetcher(worker, options, codecs, transports, asked, first, reach)
     servicer = DecodeServicer(worker, fetcher, transports.names, codecs.withheld)
     rpc = await build_server(tls=tls("decode"))
     rpc.add_decode(servicer)

@@ -230,6 +230,15 @@ async def test_a_request_of_other_weights_is_refused_as_if_nobody_were_there(lla
         await c.settled()
 
 
+async def test_a_request_for_other_pages_is_refused_as_if_nobody_were_there(llama):
+    async with cluster(llama, prefill_count=0) as c:
+        assert (await c.client.get_status(timeout_s=5)).kv_cache == "plain"
+        assert (await c.ask(prompt_of(20), kv_cache="plain")).tokens
+        with pytest.raises(WorkerUnavailableError, match="keeps KV pages as 'plain', the request is for 'int4'"):
+            await c.ask(prompt_of(20), kv_cache="int4")
+        await c.settled()
+
+
 async def test_a_worker_that_is_not_allowed_is_never_called(llama, caplog):
     async with cluster(llama, decode={"allowed_prefill_workers": ("elsewhere", "10.0.0.0/8")}) as c:
         answer = await c.ask(prompt_of(300))

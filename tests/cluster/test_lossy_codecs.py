@@ -72,6 +72,20 @@ async def test_an_exact_request_never_meets_pages_that_lost_bits(name):
         await c.settled()
 
 
+async def test_who_asks_for_exact_kv_gets_no_lossy_codec():
+    decode = {"allow_lossy": True, "codec": "int4"}
+    async with cluster(tiny_model("llama"), kv_dtype="bfloat16", decode=decode, **SHARED) as c:
+        c.fetcher.chooser._fallback = "raw"  # which needs no compilation
+        assert (await c.ask(prompt_of(300))).summary.lossy
+        exact = (await c.ask(prompt_of(300), exact=True)).summary
+        assert (exact.lossy, exact.cached_tokens, exact.codec) == (False, 0, "raw")
+        assert not (await c.ask(prompt_of(300, seed=2), exact=True, codec="raw")).summary.lossy
+        with pytest.raises(InvalidRequestError, match="'int4' is lossy, but the request asks for exact KV") as refused:
+            await c.ask(prompt_of(300), exact=True, codec="int4")
+        assert refused.value.param == "codec"
+        await c.settled()
+
+
 async def test_auto_never_has_them_to_choose_from():
     async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **ALLOWED, **SHARED) as c:
         options = settings(DecodeSettings, tiny_model("llama"), kv_dtype="bfloat16", allow_lossy=True, codec="auto")

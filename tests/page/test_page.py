@@ -227,6 +227,7 @@ def test_requests_events_clients_and_chat(cluster, browser):
         assert row.locator("rect").count() > 3
         expect(page.locator("#changes li", has_text="joined").first).to_be_visible()
         expect(page.locator("#cluster .card", has_text="memory")).to_have_count(4)
+        expect(page.locator("#cluster .card", has_text="KV pages: plain")).to_have_count(4)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

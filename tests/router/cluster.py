@@ -149,6 +149,7 @@ def status(**changes: object) -> common_pb2.WorkerStatus:
     fields = {
         "model": model,
         "protocol_version": PROTOCOL_VERSION,
+        "kv_cache": "plain",
         "codecs": ["raw", "splitzip"],
         "max_running": 8,
         "max_waiting": 8,

@@ -8,7 +8,7 @@ from tests.router.cluster import CONTEXT, MODEL, VOCABULARY, run_cluster, status
 from tests.router.scripts import dying
 
 
-def computing(numerics: str, **load: int) -> common_pb2.WorkerStatus:
+def computing(numerics: str, **load: object) -> common_pb2.WorkerStatus:
     """The answer of a worker that has found these."""
     model = common_pb2.ModelInfo(
         name=MODEL, fingerprint="f" * 64, vocab_size=VOCABULARY, max_model_len=CONTEXT, numerics=numerics

@@ -89,7 +89,7 @@ def filled_registry() -> Registry:
     router = RouterMetrics(registry, MODEL)
     router.worker_up("decode", "d:1", True)
     router.show_worker("decode", "d:1", state="healthy", states=["healthy", "down"], requests=1, backlog=20)
-    router.placed("decode", "decode", "d:1", "load")
+    router.placed("decode", "decode", "d:1", "load", "plain")
     router.show_cache(64, 100)
     router.answered("/v1/models", "GET", 200, 0.25)
     router.time_to_token(1, "provisional")

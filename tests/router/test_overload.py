@@ -280,7 +280,7 @@ async def test_a_prompt_that_waits_too_long_for_a_prefill_worker_is_computed_by_
         await until(lambda: len(decode.requests) == 2)
         assert asyncio.get_running_loop().time() - began > 0.19
         assert [bool(request.prefill_workers) for request in decode.requests] == [True, False]
-        assert await cluster.metric('kvrail_placements_total{reason="overflow",role="decode"}') == 1
+        assert await cluster.metric('kvrail_placements_total{kv_cache="plain",reason="overflow",role="decode"}') == 1
         await asyncio.sleep(0.5)
         assert len(decode.requests) == 2
         for each in asked:

@@ -120,6 +120,7 @@ async def check_values(cluster: Cluster):
     await until(lambda: all(worker.answer and worker.answer.running == 3 for worker in pool.decode.values()))
     found = await shown(cluster)
     assert found["shown"] == "all"
+    assert [worker["kv_cache"] for worker in found["workers"]] == ["plain"] * 3
     assert [worker["kv_in_clear"] for worker in found["workers"]] == [False, True, True]
     for outcome in ("stop", "length", "invalid", "error"):
         assert found["outcomes"][outcome] == await cluster.metric(f'kvrail_requests_total{{outcome="{outcome}"}}')

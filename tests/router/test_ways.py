@@ -110,6 +110,28 @@ def test_a_failing_worker_is_used_only_alone():
     assert way(failing)[:2] == ("a", [])
 
 
+def keeping(form, name, **load):
+    return replace(worker(name, **load), kv_cache=form)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pages_are_compared_where_it_decodes(policy):
+    def found(kv_cache, *both, **others):
+        request = replace(PROMPT, kv_cache=kv_cache)
+        choice = way(*both, request=request, policy=POLICIES[policy], **others)
+        return choice and choice[:2]
+
+    both, lossy = worker("a", sequences=9), keeping("int4", "d")
+    assert found("exact", both, decode=[lossy])[0] == "a"
+    assert found("int4", both, decode=[lossy]) == ("d", ["a"])
+    assert found("int8", both, decode=[lossy]) is None
+    assert found("exact", decode=[lossy, keeping("lossless", "e", sequences=9)], prefill=[worker("p")]) == ("e", ["p"])
+    # A worker of both roles that fails is the last that keeps exact pages: nobody else computes, and not it for itself.
+    failing = replace(both, state=WorkerState.FAILING)
+    assert found("exact", failing, decode=[lossy]) == ("a", [])
+    assert found("exact", failing, decode=[lossy], prefill=[worker("p")]) == ("a", ["p"])
+
+
 def test_equal_costs_keep_the_way():
     for usual in (HERE, APART):
         for other in (1.0, 1 + MARGIN / 2, 1 / (1 + MARGIN / 2)):

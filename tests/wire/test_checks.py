@@ -14,6 +14,7 @@ SAMPLING = common_pb2.SamplingParams(max_tokens=10, n=2, stop=["end"], stop_toke
 
 def status(**changes):
     fields = {"model": MODEL, "protocol_version": PROTOCOL_VERSION, "pages_total": 10, "pages_free": 4}
+    fields["kv_cache"] = "plain"
     return common_pb2.WorkerStatus(**fields | changes)
 
 
@@ -26,6 +27,9 @@ def status(**changes):
         ({"codecs": ["x" * 300]}, "one of codecs"),
         ({"codecs": ["x"] * 1025}, "number of codecs is 1025"),
         ({"pages_cached": 7}, "free and cached pages is 11"),
+        ({"kv_cache": ""}, "keeps KV pages as ''; known forms are plain, lossless, int8, int4"),
+        ({"kv_cache": "int3"}, "keeps KV pages as 'int3'; known"),
+        ({"kv_cache": "int4", "roles": ["prefill", "decode"]}, "prefills and keeps KV pages as 'int4'"),
         ({"metrics_port": 65536}, "metrics_port is 65536"),
         ({"step_cost": common_pb2.StepCost(prefill_each=math.nan)}, "prefill_each is nan"),
         ({"step_cost": common_pb2.StepCost(decode_base=-1.0)}, "decode_base is -1"),

@@ -19,11 +19,12 @@ examples:
   kvrail status
   kvrail status --url http://gpu-host:8000 --watch 5
   kvrail status --json | jq .decode_workers"""
-COLUMNS = ("role", "worker", "state", "running", "waiting", "pages used", "cached", "free", "batch-invariant", "detail")
+COUNTED = ("running", "waiting", "pages used", "cached", "free")
+COLUMNS = ("role", "worker", "state", *COUNTED, "KV pages", "batch-invariant", "detail")
 GROUPS = {"decode": "decode_workers", "prefill": "prefill_workers", "both": "workers"}
 """Where /health has the workers of each role."""
 ALWAYS = frozenset(COLUMNS[:3])
-NUMBERS = frozenset(COLUMNS[3:8])
+NUMBERS = frozenset(COUNTED)
 SERVED = ("ok", "degraded")
 INTERRUPTED = 130
 CLEAR = "\x1b[H\x1b[J"
@@ -109,4 +110,5 @@ def _workers(role: str, health: Json) -> Iterator[tuple[str, ...]]:
             pages = [f"{count} ({count / total:.0%})" for count in (total - free - cached, cached, free)]
         invariant = {True: "yes", False: "no", None: ""}[entry.get("invariant")]
         counts = [str(entry.get(field, "")) for field in ("running", "waiting")]
-        yield (role, target, entry["state"], *counts, *pages, invariant, entry.get("detail", ""))
+        form, detail = entry.get("kv_cache", ""), entry.get("detail", "")
+        yield (role, target, entry["state"], *counts, *pages, form, invariant, detail)

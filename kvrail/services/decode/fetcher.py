@@ -77,16 +77,26 @@ class Fetcher:
             settings.local_prefill_tokens, lambda: worker.engine.step_cost.prefill, helping_tokens(settings)
         )
 
-    def codec_for(self, asked: str) -> str:
+    def codec_for(self, asked: str, *, exact: bool = False) -> str:
         """Name of the codec of a request that asked for this one, or for none; or AUTO.
 
+        exact: the codec has to restore every bit; AUTO takes the place of a lossy one that no request asked for.
         Raises InvalidRequestError if it cannot be had.
         """
+        name = asked or self._asked_codec
+        if name == AUTO:
+            return AUTO
         try:
-            name = asked or self._asked_codec
-            return AUTO if name == AUTO else self._codecs.get(name).name
+            codec = self._codecs.get(name)
         except CodecChoiceError as error:
             raise InvalidRequestError(str(error), param="codec") from None
+        if codec.exact or not exact:
+            return codec.name
+        if not asked:
+            return AUTO
+        raise InvalidRequestError(
+            f"codec {name!r} is lossy, but the request asks for exact KV; name an exact codec, or auto", param="codec"
+        )
 
     async def may_ask(self, workers: Sequence[str], instances: Sequence[int]) -> list[PrefillTarget]:
         """Those of `workers`, host:port each, that the operator lets requests name; instances: of each, or none."""

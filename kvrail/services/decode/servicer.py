@@ -110,6 +110,11 @@ class DecodeServicer:
                 f"this worker has model fingerprint {ours[:16]!r}, the request belongs to"
                 f" {request.model_fingerprint[:16]!r}; ask another worker"
             )
+        form = self._worker.settings.kv_cache
+        if request.kv_cache not in ("", form):
+            raise WorkerUnavailableError(
+                f"this worker keeps KV pages as {form!r}, the request is for {request.kv_cache!r}; ask another worker"
+            )
         check_request_id(request.request_id)
         check_workers(request.prefill_workers)
-        return self._fetcher.codec_for(request.codec)
+        return self._fetcher.codec_for(request.codec, exact=request.exact)

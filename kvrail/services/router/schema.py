@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvrail.values.kv_cache import Asked
 from kvrail.wire.convert import (
     MAX_BIASES,
     MAX_LOGIT_BIAS,
@@ -208,12 +209,13 @@ class StreamOptions(Wire):
 class KvrailOptions(Wire):
     """Our own extension of a request.
 
-    codec: how the KV crosses, one that the workers know, or auto. provisional: whether a stream also shows tokens
-    that are drafted on a coarse KV, before they are verified (docs/provisional-streaming.md). trace: whether the usage
-    also shows what each process did when (`kvrail trace` draws it).
+    codec: how the KV crosses, one that the workers know, or auto. kv_cache: how decode workers keep it. provisional:
+    whether a stream also shows tokens that are drafted on a coarse KV, before they are verified
+    (docs/provisional-streaming.md). trace: whether the usage also shows what each process did when (`kvrail trace`).
     """
 
     codec: Annotated[str, Field(max_length=64)] = ""
+    kv_cache: Asked = ""
     provisional: bool = False
     trace: bool = False
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrail.wire.v1 import common_pb2 as kvrail_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrail/wire/v1/decode.proto\x12\tkvrail.v1\x1a\x1bkvrail/wire/v1/common.proto\"\xdd\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvrail.v1.SamplingParams\x12\x17\n\x0fprefill_workers\x18\x05 \x03(\t\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12#\n\x07resumed\x18\x10 \x03(\x0b\x32\x12.kvrail.v1.Resumed\x12\x13\n\x0bprovisional\x18\x08 \x01(\x08\x12\r\n\x05trace\x18\x0c \x01(\x08\x12\x19\n\x11prefill_instances\x18\x0e \x03(\x06\x12\x43\n\rtrace_context\x18\x0f \x03(\x0b\x32,.kvrail.v1.GenerateRequest.TraceContextEntry\x12\x15\n\rscored_tokens\x18< \x01(\r\x12\x0e\n\x06\x63lient\x18\x11 \x01(\t\x12\x12\n\ncache_salt\x18= \x01(\t\x12\x19\n\x11model_fingerprint\x18\r \x01(\t\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x07\x10\x08\"+\n\x07Resumed\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\"\x1e\n\rEventsRequest\x12\r\n\x05taken\x18\x01 \x01(\r\"o\n\rSubmitRequest\x12\x0e\n\x06stream\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12+\n\x07request\x18\x04 \x01(\x0b\x32\x1a.kvrail.v1.GenerateRequest\"\x1b\n\x0bSubmitReply\x12\x0c\n\x04sent\x18\x01 \x01(\x04\"/\n\x0c\x41\x62ortRequest\x12\x0e\n\x06stream\x18\x01 \x01(\x06\x12\x0f\n\x07numbers\x18\x02 \x03(\x04\"\x0c\n\nAbortReply\"<\n\x07\x44rafted\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"@\n\x08Verified\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x10\n\x08proposed\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"t\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x01(\r\x12\x0f\n\x07top_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\"\xed\x02\n\rGenerateReply\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvrail.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.kvrail.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12-\n\x07summary\x18\x07 \x01(\x0b\x32\x1a.kvrail.v1.GenerateSummaryH\x00\x12%\n\x07\x64rafted\x18\x08 \x01(\x0b\x32\x12.kvrail.v1.DraftedH\x00\x12\'\n\x08verified\x18\t \x01(\x0b\x32\x13.kvrail.v1.VerifiedH\x00\x12\x34\n\x0fprompt_logprobs\x18< \x01(\x0b\x32\x19.kvrail.v1.PromptLogprobsH\x00\x42\x06\n\x04news\"m\n\nEventBatch\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.kvrail.v1.RequestEvents\x12#\n\x07running\x18\x02 \x01(\x0b\x32\x12.kvrail.v1.Running\x12\x0e\n\x06stream\x18\x03 \x01(\x06\"\x1a\n\x07Running\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\"n\n\rRequestEvents\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12)\n\x07replies\x18\x02 \x03(\x0b\x32\x18.kvrail.v1.GenerateReply\x12\"\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x15.kvrail.v1.RequestEnd\":\n\nRequestEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\"\x8e\x03\n\x0fGenerateSummary\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1e\n\x05marks\x18\x04 \x03(\x0b\x32\x0f.kvrail.v1.Mark\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x04\x12\x14\n\x0ckv_raw_bytes\x18\x08 \x01(\x04\x12\r\n\x05lossy\x18\t \x01(\x08\x12\x17\n\x0f\x64rafts_proposed\x18\n \x01(\r\x12\x17\n\x0f\x64rafts_accepted\x18\x0b \x01(\r\x12\x14\n\x0c\x63odec_reason\x18\x0c \x01(\t\x12\x11\n\ttransport\x18\r \x01(\t\x12\x11\n\texposed_s\x18\x0e \x01(\x01\x12\x1e\n\x05spans\x18\x0f \x03(\x0b\x32\x0f.kvrail.v1.Span\x12\x14\n\x0clocal_reason\x18\x11 \x01(\t\x12\x10\n\x08numerics\x18\x10 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xfc\x01\n\x06\x44\x65\x63ode\x12=\n\x06\x45vents\x12\x18.kvrail.v1.EventsRequest\x1a\x15.kvrail.v1.EventBatch(\x01\x30\x01\x12:\n\x06Submit\x12\x18.kvrail.v1.SubmitRequest\x1a\x16.kvrail.v1.SubmitReply\x12\x37\n\x05\x41\x62ort\x12\x17.kvrail.v1.AbortRequest\x1a\x15.kvrail.v1.AbortReply\x12>\n\tGetStatus\x12\x18.kvrail.v1.StatusRequest\x1a\x17.kvrail.v1.WorkerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrail/wire/v1/decode.proto\x12\tkvrail.v1\x1a\x1bkvrail/wire/v1/common.proto\"\xfe\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvrail.v1.SamplingParams\x12\x17\n\x0fprefill_workers\x18\x05 \x03(\t\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12#\n\x07resumed\x18\x10 \x03(\x0b\x32\x12.kvrail.v1.Resumed\x12\x13\n\x0bprovisional\x18\x08 \x01(\x08\x12\r\n\x05trace\x18\x0c \x01(\x08\x12\x19\n\x11prefill_instances\x18\x0e \x03(\x06\x12\x43\n\rtrace_context\x18\x0f \x03(\x0b\x32,.kvrail.v1.GenerateRequest.TraceContextEntry\x12\x15\n\rscored_tokens\x18< \x01(\r\x12\x0e\n\x06\x63lient\x18\x11 \x01(\t\x12\x12\n\ncache_salt\x18= \x01(\t\x12\x10\n\x08kv_cache\x18> \x01(\t\x12\r\n\x05\x65xact\x18? \x01(\x08\x12\x19\n\x11model_fingerprint\x18\r \x01(\t\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x07\x10\x08\"+\n\x07Resumed\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\"\x1e\n\rEventsRequest\x12\r\n\x05taken\x18\x01 \x01(\r\"o\n\rSubmitRequest\x12\x0e\n\x06stream\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12+\n\x07request\x18\x04 \x01(\x0b\x32\x1a.kvrail.v1.GenerateRequest\"\x1b\n\x0bSubmitReply\x12\x0c\n\x04sent\x18\x01 \x01(\x04\"/\n\x0c\x41\x62ortRequest\x12\x0e\n\x06stream\x18\x01 \x01(\x06\x12\x0f\n\x07numbers\x18\x02 \x03(\x04\"\x0c\n\nAbortReply\"<\n\x07\x44rafted\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"@\n\x08Verified\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x10\n\x08proposed\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"t\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x01(\r\x12\x0f\n\x07top_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\"\xed\x02\n\rGenerateReply\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvrail.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.kvrail.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12-\n\x07summary\x18\x07 \x01(\x0b\x32\x1a.kvrail.v1.GenerateSummaryH\x00\x12%\n\x07\x64rafted\x18\x08 \x01(\x0b\x32\x12.kvrail.v1.DraftedH\x00\x12\'\n\x08verified\x18\t \x01(\x0b\x32\x13.kvrail.v1.VerifiedH\x00\x12\x34\n\x0fprompt_logprobs\x18< \x01(\x0b\x32\x19.kvrail.v1.PromptLogprobsH\x00\x42\x06\n\x04news\"m\n\nEventBatch\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.kvrail.v1.RequestEvents\x12#\n\x07running\x18\x02 \x01(\x0b\x32\x12.kvrail.v1.Running\x12\x0e\n\x06stream\x18\x03 \x01(\x06\"\x1a\n\x07Running\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\"n\n\rRequestEvents\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12)\n\x07replies\x18\x02 \x03(\x0b\x32\x18.kvrail.v1.GenerateReply\x12\"\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x15.kvrail.v1.RequestEnd\":\n\nRequestEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\"\x8e\x03\n\x0fGenerateSummary\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1e\n\x05marks\x18\x04 \x03(\x0b\x32\x0f.kvrail.v1.Mark\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x04\x12\x14\n\x0ckv_raw_bytes\x18\x08 \x01(\x04\x12\r\n\x05lossy\x18\t \x01(\x08\x12\x17\n\x0f\x64rafts_proposed\x18\n \x01(\r\x12\x17\n\x0f\x64rafts_accepted\x18\x0b \x01(\r\x12\x14\n\x0c\x63odec_reason\x18\x0c \x01(\t\x12\x11\n\ttransport\x18\r \x01(\t\x12\x11\n\texposed_s\x18\x0e \x01(\x01\x12\x1e\n\x05spans\x18\x0f \x03(\x0b\x32\x0f.kvrail.v1.Span\x12\x14\n\x0clocal_reason\x18\x11 \x01(\t\x12\x10\n\x08numerics\x18\x10 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xfc\x01\n\x06\x44\x65\x63ode\x12=\n\x06\x45vents\x12\x18.kvrail.v1.EventsRequest\x1a\x15.kvrail.v1.EventBatch(\x01\x30\x01\x12:\n\x06Submit\x12\x18.kvrail.v1.SubmitRequest\x1a\x16.kvrail.v1.SubmitReply\x12\x37\n\x05\x41\x62ort\x12\x17.kvrail.v1.AbortRequest\x1a\x15.kvrail.v1.AbortReply\x12>\n\tGetStatus\x12\x18.kvrail.v1.StatusRequest\x1a\x17.kvrail.v1.WorkerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,42 +34,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST_TRACECONTEXTENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_TRACECONTEXTENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2159
-  _globals['_FINISHREASON']._serialized_end=2254
+  _globals['_FINISHREASON']._serialized_start=2192
+  _globals['_FINISHREASON']._serialized_end=2287
   _globals['_GENERATEREQUEST']._serialized_start=72
-  _globals['_GENERATEREQUEST']._serialized_end=549
-  _globals['_GENERATEREQUEST_TRACECONTEXTENTRY']._serialized_start=492
-  _globals['_GENERATEREQUEST_TRACECONTEXTENTRY']._serialized_end=543
-  _globals['_RESUMED']._serialized_start=551
-  _globals['_RESUMED']._serialized_end=594
-  _globals['_EVENTSREQUEST']._serialized_start=596
-  _globals['_EVENTSREQUEST']._serialized_end=626
-  _globals['_SUBMITREQUEST']._serialized_start=628
-  _globals['_SUBMITREQUEST']._serialized_end=739
-  _globals['_SUBMITREPLY']._serialized_start=741
-  _globals['_SUBMITREPLY']._serialized_end=768
-  _globals['_ABORTREQUEST']._serialized_start=770
-  _globals['_ABORTREQUEST']._serialized_end=817
-  _globals['_ABORTREPLY']._serialized_start=819
-  _globals['_ABORTREPLY']._serialized_end=831
-  _globals['_DRAFTED']._serialized_start=833
-  _globals['_DRAFTED']._serialized_end=893
-  _globals['_VERIFIED']._serialized_start=895
-  _globals['_VERIFIED']._serialized_end=959
-  _globals['_PROMPTLOGPROBS']._serialized_start=961
-  _globals['_PROMPTLOGPROBS']._serialized_end=1077
-  _globals['_GENERATEREPLY']._serialized_start=1080
-  _globals['_GENERATEREPLY']._serialized_end=1445
-  _globals['_EVENTBATCH']._serialized_start=1447
-  _globals['_EVENTBATCH']._serialized_end=1556
-  _globals['_RUNNING']._serialized_start=1558
-  _globals['_RUNNING']._serialized_end=1584
-  _globals['_REQUESTEVENTS']._serialized_start=1586
-  _globals['_REQUESTEVENTS']._serialized_end=1696
-  _globals['_REQUESTEND']._serialized_start=1698
-  _globals['_REQUESTEND']._serialized_end=1756
-  _globals['_GENERATESUMMARY']._serialized_start=1759
-  _globals['_GENERATESUMMARY']._serialized_end=2157
-  _globals['_DECODE']._serialized_start=2257
-  _globals['_DECODE']._serialized_end=2509
+  _globals['_GENERATEREQUEST']._serialized_end=582
+  _globals['_GENERATEREQUEST_TRACECONTEXTENTRY']._serialized_start=525
+  _globals['_GENERATEREQUEST_TRACECONTEXTENTRY']._serialized_end=576
+  _globals['_RESUMED']._serialized_start=584
+  _globals['_RESUMED']._serialized_end=627
+  _globals['_EVENTSREQUEST']._serialized_start=629
+  _globals['_EVENTSREQUEST']._serialized_end=659
+  _globals['_SUBMITREQUEST']._serialized_start=661
+  _globals['_SUBMITREQUEST']._serialized_end=772
+  _globals['_SUBMITREPLY']._serialized_start=774
+  _globals['_SUBMITREPLY']._serialized_end=801
+  _globals['_ABORTREQUEST']._serialized_start=803
+  _globals['_ABORTREQUEST']._serialized_end=850
+  _globals['_ABORTREPLY']._serialized_start=852
+  _globals['_ABORTREPLY']._serialized_end=864
+  _globals['_DRAFTED']._serialized_start=866
+  _globals['_DRAFTED']._serialized_end=926
+  _globals['_VERIFIED']._serialized_start=928
+  _globals['_VERIFIED']._serialized_end=992
+  _globals['_PROMPTLOGPROBS']._serialized_start=994
+  _globals['_PROMPTLOGPROBS']._serialized_end=1110
+  _globals['_GENERATEREPLY']._serialized_start=1113
+  _globals['_GENERATEREPLY']._serialized_end=1478
+  _globals['_EVENTBATCH']._serialized_start=1480
+  _globals['_EVENTBATCH']._serialized_end=1589
+  _globals['_RUNNING']._serialized_start=1591
+  _globals['_RUNNING']._serialized_end=1617
+  _globals['_REQUESTEVENTS']._serialized_start=1619
+  _globals['_REQUESTEVENTS']._serialized_end=1729
+  _globals['_REQUESTEND']._serialized_start=1731
+  _globals['_REQUESTEND']._serialized_end=1789
+  _globals['_GENERATESUMMARY']._serialized_start=1792
+  _globals['_GENERATESUMMARY']._serialized_end=2190
+  _globals['_DECODE']._serialized_start=2290
+  _globals['_DECODE']._serialized_end=2542
 # @@protoc_insertion_point(module_scope)

@@ -18,7 +18,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_token_ids", "sampling", "prefill_workers", "codec", "resumed", "provisional", "trace", "prefill_instances", "trace_context", "scored_tokens", "client", "cache_salt", "model_fingerprint")
+    __slots__ = ("request_id", "model", "prompt_token_ids", "sampling", "prefill_workers", "codec", "resumed", "provisional", "trace", "prefill_instances", "trace_context", "scored_tokens", "client", "cache_salt", "kv_cache", "exact", "model_fingerprint")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,8 @@ class GenerateRequest(_message.Message):
     SCORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
@@ -55,8 +57,10 @@ class GenerateRequest(_message.Message):
     scored_tokens: int
     client: str
     cache_salt: str
+    kv_cache: str
+    exact: bool
     model_fingerprint: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., provisional: _Optional[bool] = ..., trace: _Optional[bool] = ..., prefill_instances: _Optional[_Iterable[int]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., scored_tokens: _Optional[int] = ..., client: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., provisional: _Optional[bool] = ..., trace: _Optional[bool] = ..., prefill_instances: _Optional[_Iterable[int]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., scored_tokens: _Optional[int] = ..., client: _Optional[str] = ..., cache_salt: _Optional[str] = ..., kv_cache: _Optional[str] = ..., exact: _Optional[bool] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("token_ids", "ended")

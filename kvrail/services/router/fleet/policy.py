@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from kvrail.values.kv_cache import suits
+
 STEPS_AHEAD = 2
 """Steps full of prompts that a worker is given at a time: one is computed, one waits."""
 USUAL_TOKEN_S = 5e-5
@@ -37,7 +39,8 @@ class PlacementRequest:
 
     pages: digests of the prompt's full pages, as workers report theirs (kvrail/values/pagehash.py). page_size: tokens.
     n: sequences. output_tokens: the expected length of each. number: counts all requests, from 0. draw: 64 random bits.
-    local: whether the decode worker has to compute the prompt, since more than its KV is needed.
+    local: whether the decode worker has to compute the prompt, since more than its KV is needed. kv_cache: the pages
+    that its decode worker has to keep (kvrail.values.kv_cache.Asked).
     """
 
     prompt_tokens: int
@@ -48,6 +51,7 @@ class PlacementRequest:
     number: int = 0
     draw: int = 0
     local: bool = False
+    kv_cache: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +106,14 @@ class Load:
 class Candidate:
     """A worker as the policy sees it.
 
-    target: host:port. holds: digests of pages that it has cached, or will have soon.
+    target: host:port. holds: digests of pages that it has cached, or will have soon. kv_cache: the form of its pages.
     """
 
     target: str
     state: WorkerState
     load: Load
     holds: Container[int] = frozenset()
+    kv_cache: str = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +198,11 @@ def able(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Healthy workers; failing ones if none is healthy."""
     healthy = [candidate for candidate in candidates if candidate.state is WorkerState.HEALTHY]
     return healthy or [candidate for candidate in candidates if candidate.state is WorkerState.FAILING]
+
+
+def suitable(kv_cache: str, decode: Sequence[Candidate]) -> list[Candidate]:
+    """Decode workers whose pages serve a request that asks for `kv_cache`, in whatever state."""
+    return [candidate for candidate in decode if suits(candidate.kv_cache, kv_cache)]
 
 
 def cached_tokens(request: PlacementRequest, candidate: Candidate) -> int:

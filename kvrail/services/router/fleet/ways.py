@@ -25,6 +25,7 @@ from kvrail.services.router.fleet.policy import (
     choose,
     known,
     lot,
+    suitable,
 )
 
 HERE, APART = "here", "apart"
@@ -133,15 +134,17 @@ def choose_way(
     decode, prefill: a worker of both roles is in both. urgent, spare_s: see `choose`. usual: the way that the prompt
     before took.
     """
-    both = {each.target for each in able(decode)} & {each.target for each in able(prefill)}
-    if not both:
-        return choose(policy, request, decode, prefill, urgent=urgent, spare_s=spare_s)
-    if not isinstance(policy, PrefixAware):
-        able_to = [each for each in decode if each.target in both]
+    suiting = suitable(request.kv_cache, decode)
+    both = {each.target for each in (*able(decode), *able(suiting))} & {each.target for each in able(prefill)}
+    able_to = [each for each in suiting if each.target in both]
+    prefix_aware = isinstance(policy, PrefixAware)
+    if not both or not (able_to or prefix_aware):
+        return choose(policy, request, suiting, prefill, urgent=urgent, spare_s=spare_s)
+    if not prefix_aware:
         choice = choose(policy, request, able_to, [], urgent=urgent, spare_s=spare_s)
         return choice and WorkerChoice(choice.decode, [], (HERE, "policy"))
     busy = _busy(prefill, both)
-    deciding, computing = _workers(request, decode, both, busy), _workers(request, prefill, both, busy)
+    deciding, computing = _workers(request, suiting, both, busy), _workers(request, prefill, both, busy)
     roomy = [each for each in deciding if each.load.has_room(request.n)]
     here = [each for each in roomy if request.local or each.each.target in both]
     apart = [] if request.local else [each for each in computing if each.load.has_room()]

@@ -47,7 +47,7 @@ class Worker:
         self.failure = ""
         self.answered = self.leaving = False
         self.breaker = Breaker()
-        self.vocab_size = 0  # in its last status
+        self.vocab_size, self.kv_cache = 0, ""  # in its last status
         self._instance = 0
         self._last_answer = monotonic()
         self._client = client
@@ -73,7 +73,7 @@ class Worker:
         self._others = max(0, answer.running + answer.waiting - self._most)
         answer.ClearField("kv_events")
         self.answer, self.failure, self.refused = answer, "", False
-        self.vocab_size = answer.model.vocab_size
+        self.vocab_size, self.kv_cache = answer.model.vocab_size, answer.kv_cache
         self.answered, self._last_answer = True, monotonic()
 
     def _take_pages(self, answer: common_pb2.WorkerStatus) -> None:
@@ -162,7 +162,7 @@ class Worker:
 
     def candidate(self, *, computes: bool = True) -> Candidate:
         """The worker as the policy sees it."""
-        return Candidate(self.target, self.state, self.load(computes=computes), self.pages)
+        return Candidate(self.target, self.state, self.load(computes=computes), self.pages, self.kv_cache)
 
     def describe(self) -> dict[str, Any]:
         """The worker's entry in /health."""
@@ -173,6 +173,7 @@ class Worker:
             for field in ("running", "waiting", "pages_total", "pages_free", "pages_cached"):
                 entry[field] = getattr(self.answer, field)
             entry["codecs"] = list(self.answer.codecs)
+            entry["kv_cache"] = self.kv_cache
             entry["invariant"] = bool(self.numerics)
             entry["numerics"] = self.numerics or None
         return entry

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from kvrail.config.settings import RouterSettings
-from kvrail.errors import WorkerUnavailableError
+from kvrail.errors import InvalidRequestError, KvrailError, WorkerUnavailableError
 from kvrail.security.tls import Tls
 from kvrail.services.router.fleet.changes import Changes
 from kvrail.services.router.fleet.compatibility import (
@@ -18,10 +18,11 @@ from kvrail.services.router.fleet.compatibility import (
     page_mismatch,
 )
 from kvrail.services.router.fleet.discovery import Discovery
-from kvrail.services.router.fleet.policy import POLICIES, Candidate, PlacementRequest, WorkerState, able
+from kvrail.services.router.fleet.policy import POLICIES, Candidate, PlacementRequest, WorkerState, able, suitable
 from kvrail.services.router.fleet.worker import NOT_ASKED, BothWorker, DecodeWorker, PrefillWorker, Worker
 from kvrail.services.router.plan.translate import Limits
 from kvrail.telemetry.router import RouterMetrics
+from kvrail.values.kv_cache import suits
 from kvrail.wire import PROTOCOL_VERSION
 
 log = logging.getLogger("kvrail.router.workers")
@@ -278,21 +279,32 @@ class WorkerPool:
                 await self._settled.wait()
                 await self._met.wait()
 
-    def healthy_decode(self) -> list[DecodeWorker]:
-        """Decode workers that take requests, the best first for a small request."""
-        return [
-            self.decode[placement.target] for placement in self.policy.rank(PlacementRequest(1), self.candidates()[0])
-        ]
+    def healthy_decode(self, kv_cache: str = "") -> list[DecodeWorker]:
+        """Decode workers that take requests which ask for `kv_cache`, the best first for a small request."""
+        ranked = self.policy.rank(PlacementRequest(1), suitable(kv_cache, self.candidates()[0]))
+        return [self.decode[placement.target] for placement in ranked]
 
-    def unavailable(self) -> WorkerUnavailableError:
-        """Why no decode worker takes requests."""
+    def unavailable(self, kv_cache: str = "") -> KvrailError:
+        """Why no decode worker takes requests that ask for `kv_cache`: none does now, or none has such pages."""
+        workers = [worker for worker in self.decode.values() if worker.state is not WorkerState.INCOMPATIBLE]
+        forms = {worker.kv_cache for worker in workers if worker.kv_cache}
+        starting = any(worker.state is WorkerState.STARTING for worker in workers)
+        if forms and not starting and not any(suits(form, kv_cache) for form in forms):
+            return InvalidRequestError(
+                f"kvrail.kv_cache: {kv_cache!r} is not served here; decode workers keep their KV pages as"
+                f" {' or '.join(sorted(forms))}",
+                param="kvrail.kv_cache",
+            )
         states = [f"{worker.target} is {worker.state}" for worker in self.decode.values()]
         states += [
             f"{name} {failure}"
             for names in (self._decode_names, self._both_names)
             for name, failure in names.failures.items()
         ]
-        return WorkerUnavailableError(f"no decode worker takes requests now ({', '.join(states)}); retry, or start one")
+        kind = f" that keeps KV pages as {kv_cache!r}" if kv_cache else ""
+        return WorkerUnavailableError(
+            f"no decode worker{kind} takes requests now ({', '.join(states)}); retry, or start one"
+        )
 
     def candidates(self) -> tuple[list[Candidate], list[Candidate]]:
         """Decode and prefill workers as the policy sees them."""
@@ -317,11 +329,14 @@ class WorkerPool:
             self.reconsider()  # this request probes it; others do not
         return began
 
-    def limits(self) -> Limits:
-        """The limits that every decode worker that takes requests can keep; WorkerUnavailableError if there is none."""
-        answers = [worker.answer for worker in self.healthy_decode() if worker.answer is not None]
+    def limits(self, kv_cache: str = "") -> Limits:
+        """The limits that every decode worker can keep that takes requests which ask for `kv_cache`.
+
+        Raises WorkerUnavailableError if there is none, InvalidRequestError if there will be none either.
+        """
+        answers = [worker.answer for worker in self.healthy_decode(kv_cache) if worker.answer is not None]
         if not answers:
-            raise self.unavailable()
+            raise self.unavailable(kv_cache)
         return Limits(
             context=min(answer.model.max_model_len for answer in answers),
             vocabulary=min(answer.model.vocab_size for answer in answers),

@@ -9,11 +9,11 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrail.errors import DeadlineError, KvrailError
 from kvrail.runtime.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
-from kvrail.services.router.fleet.policy import PlacementRequest, WorkerChoice, able
+from kvrail.services.router.fleet.policy import PlacementRequest, WorkerChoice, able, suitable
 from kvrail.services.router.fleet.ways import HERE, Slo, choose_way
 from kvrail.services.router.fleet.worker import DecodeWorker, Worker
 from kvrail.services.router.fleet.workers import WorkerPool
@@ -39,14 +39,19 @@ class Turn:
     granted: asyncio.Future["Reservation"] | None = None
     since: float = 0.0  # when it began to wait
 
+    def needs(self, kv_cache: str) -> None:
+        """From now on it goes to workers with such pages; called while it is not in the queue."""
+        if kv_cache != self.request.kv_cache:
+            self.request, self.ticket.kind = replace(self.request, kv_cache=kv_cache), kv_cache
+
 
 @dataclass(eq=False, slots=True)
 class Reservation:
     """What a prompt holds of a decode worker and, until its first token, of the worker that computes it.
 
     prefill: prefill workers, first the one that is to compute the prompt. places: sequences that the decode worker
-    computes at once. began: when, for the worker's breaker. taken_back: its places, which were lent, went to another
-    prompt.
+    computes at once. kv_cache: the form of that worker's pages. began: when, for its breaker. taken_back: the places,
+    which were lent, went to another prompt.
     """
 
     dispatcher: "Dispatcher"
@@ -54,6 +59,7 @@ class Reservation:
     worker: DecodeWorker
     prefill: Sequence[Worker]
     places: int
+    kv_cache: str
     began: float
     _computing: Worker | None
     _tokens: int
@@ -138,7 +144,13 @@ class Dispatcher:
         pool.on_change = self.serve
 
     def turn(
-        self, client: str, prompt: Sequence[int], sampling: SamplingParams, priority: int, cache_salt: str = ""
+        self,
+        client: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        priority: int,
+        cache_salt: str = "",
+        kv_cache: str = "",
     ) -> Turn:
         """A prompt's entry for the queue, which `place` puts it into."""
         size, local = self._pool.page_size, sampling.prompt_logprobs is not None
@@ -154,12 +166,13 @@ class Dispatcher:
             self._number,
             secrets.randbits(64),
             local,
+            kv_cache,
         )
         self._number += 1
-        return Turn(Ticket(client, sampling.n, len(prompt), priority), request)
+        return Turn(Ticket(client, sampling.n, len(prompt), priority, kv_cache), request)
 
     async def place(self, turn: Turn, timeout_s: float, *, again: bool = False) -> Reservation:
-        """Wait for a reservation. Raises DeadlineError, or WorkerUnavailableError if no decode worker takes requests.
+        """Wait for a reservation. Raises DeadlineError, or an error if no decode worker takes such requests.
 
         again: an earlier reservation failed; the prompt goes before the others of its client.
         """
@@ -204,8 +217,8 @@ class Dispatcher:
             return
         self._serving = True
         try:
-            if self._turns and not (self._pool.meeting or able(self._pool.candidates()[0])):
-                self._fail(self._pool.unavailable())
+            if self._turns and not self._pool.meeting:
+                self._fail_stranded()
             while self._turns and self._serve_next():
                 pass
         finally:
@@ -216,21 +229,19 @@ class Dispatcher:
         """Whether a prompt left the queue."""
         passed: list[Ticket] = []
         decode, prefill = self._pool.candidates()
-        loads = [each.load for each in able(decode)]
-        if not loads:
-            return False
-        room = any(load.has_room() for load in loads)
-        free = sum(max(0, load.max_running - load.sequences) for load in loads)
+        suiting = {kind: able(suitable(kind, decode)) for kind in self.queue.kinds}
+        room = {kind: any(each.load.has_room() for each in those) for kind, those in suiting.items()}
+        free = sum(max(0, each.load.max_running - each.load.sequences) for each in able(decode))
         for ticket in self.queue.turns(free):
             turn = self._turns[ticket]
             granted = turn.granted
             if granted is None or granted.done():  # its request has just ended
                 self._drop(ticket)
                 return True
-            if not room:
-                if self._take_back(ticket, {each.target for each in able(decode)}):
+            if not room[ticket.kind]:
+                if self._take_back(ticket, {each.target for each in suiting[ticket.kind]}):
                     return True
-                continue
+                continue  # it is not passed: the others do not take what it could have
             urgent, spare_s = not self._computing[ticket.client], turn.since + self._prefill_wait_s - self._clock()
             choice = choose_way(
                 *(self._pool.policy, turn.request, decode, prefill, self._slo),
@@ -248,8 +259,10 @@ class Dispatcher:
 
     def _take_back(self, ticket: Ticket, targets: set[str]) -> bool:
         """Make room on one of these workers for a prompt whose client is within its share and has none on its way."""
-        borrower = None if self._computing[ticket.client] else self.queue.borrowed(ticket)
-        if borrower is None or self._reserved[borrower].worker.target not in targets:
+        if self._computing[ticket.client]:
+            return False
+        borrower = self.queue.borrowed(ticket, lambda other: self._reserved[other].worker.target in targets)
+        if borrower is None:
             return False
         ticket.took = True
         self._reserved[borrower].take_back()
@@ -266,14 +279,15 @@ class Dispatcher:
         if computing is not worker:
             computing.take(1, 1, request.pages)
         self._computing[turn.ticket.client] += tokens
-        self._metrics.placed("decode", worker.role, worker.target, choice.decode.reason)
+        self._metrics.placed("decode", worker.role, worker.target, choice.decode.reason, worker.kv_cache)
         self._metrics.prefix_tokens["expected"].inc(choice.decode.cached_tokens)
         if choice.way is not None:
             self._usual, reason = choice.way
             self._metrics.went(self._usual, reason)
         if prefill:
-            self._metrics.placed("prefill", computing.role, computing.target, choice.prefill[0].reason)
-        made = Reservation(self, turn, worker, prefill, places, began, computing, tokens)
+            reason = choice.prefill[0].reason
+            self._metrics.placed("prefill", computing.role, computing.target, reason, computing.kv_cache)
+        made = Reservation(self, turn, worker, prefill, places, worker.kv_cache, began, computing, tokens)
         self._reserved[turn.ticket] = made
         return made
 
@@ -297,9 +311,15 @@ class Dispatcher:
         self._metrics.prefix_tokens["found"].inc(found)
         self._output += WEIGHT * (tokens - self._output)
 
-    def _fail(self, error: KvrailError) -> None:
-        """Fail every prompt that waits."""
-        for ticket, turn in list(self._turns.items()):
+    def _fail_stranded(self) -> None:
+        """Fail the prompts whose kind of workers takes no requests now."""
+        decode, _ = self._pool.candidates()
+        for kind in self.queue.kinds:
+            if not able(suitable(kind, decode)):
+                self._fail(kind, self._pool.unavailable(kind))
+
+    def _fail(self, kind: str, error: KvrailError) -> None:
+        for ticket, turn in [each for each in self._turns.items() if each[0].kind == kind]:
             self._drop(ticket)
             if turn.granted is not None and not turn.granted.done():
                 turn.granted.set_exception(error)

@@ -14,6 +14,7 @@ from kvrail.services.router.values import Updates
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.spans import Span
+from kvrail.values.kv_cache import EXACT
 from kvrail.wire.v1 import decode_pb2
 
 MERGE_QUEUE = 64
@@ -59,8 +60,9 @@ class Generation:
                 client=client,
                 trace_context=trace_context,
                 cache_salt=plan.cache_salt,
+                exact=plan.kv_cache == EXACT,
             )
-            turn = dispatcher.turn(client, prompt, sampling, plan.priority, plan.cache_salt)
+            turn = dispatcher.turn(client, prompt, sampling, plan.priority, plan.cache_salt, plan.kv_cache)
             self._streams.append(PromptStream(route, request, turn, PromptOutput(request, i * plan.n, plan)))
         timeline.mark(Moment.PLANNED)
 
@@ -68,6 +70,11 @@ class Generation:
     def summaries(self) -> list[decode_pb2.GenerateSummary]:
         """The summaries of the prompts whose output has ended."""
         return [stream.ended.summary for stream in self._streams if stream.ended is not None]
+
+    @property
+    def forms(self) -> list[str]:
+        """The forms of pages from which the output was made."""
+        return list(dict.fromkeys(form for stream in self._streams for form in stream.forms))
 
     @property
     def invariant(self) -> bool:

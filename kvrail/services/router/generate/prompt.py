@@ -19,6 +19,7 @@ from kvrail.services.router.generate.output import PromptOutput
 from kvrail.services.router.values import Ended, Update, Updates
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import RouterMetrics
+from kvrail.values.kv_cache import EXACT, is_exact
 from kvrail.wire.v1 import decode_pb2
 
 MAX_MOVES = 2
@@ -60,6 +61,8 @@ class PromptStream:
         self._output = output
         self._losses = self._refusals = 0  # workers that were lost, or had no room after all
         self._numerics: set[str] = set()  # of all workers that had the prompt
+        self._asked = turn.request.kv_cache
+        self.forms: dict[str, None] = {}  # of pages, of the workers that had the prompt since its output began
 
     @property
     def ended(self) -> Ended | None:
@@ -69,7 +72,21 @@ class PromptStream:
     @property
     def invariant(self) -> bool:
         """Whether all of the output has the bits that any of its workers would have given it."""
-        return self.ended is not None and self._numerics == {self.ended.summary.numerics} != {""}
+        alike = len(self.forms) == 1 or self._exact
+        return alike and self.ended is not None and self._numerics == {self.ended.summary.numerics} != {""}
+
+    @property
+    def _begun(self) -> bool:
+        return bool(self._request.resumed or self._request.scored_tokens)
+
+    @property
+    def _exact(self) -> bool:
+        return all(map(is_exact, self.forms))
+
+    @property
+    def _needed(self) -> str:
+        """The pages that the rest of the output needs: what began on exact ones stays on such."""
+        return self._asked or (EXACT if self._begun and self._exact else "")
 
     async def updates(self) -> AsyncGenerator[Updates]:
         """The updates in order; raises from the error tree.
@@ -83,6 +100,7 @@ class PromptStream:
         again = False
         while True:
             self._keep_to_the_weights()
+            self._turn.needs(self._needed)
             reserved = await route.dispatcher.place(self._turn, route.time_left(), again=again)
             again = True
             try:
@@ -122,7 +140,7 @@ class PromptStream:
         pool.lost(reserved.worker, str(error))
         if not self._output.unfinished:
             return False
-        if self._losses > MAX_MOVES or not (pool.meeting or pool.healthy_decode()):
+        if self._losses > MAX_MOVES or not (pool.meeting or pool.healthy_decode(self._needed)):
             raise error
         return True
 
@@ -130,8 +148,7 @@ class PromptStream:
         """What the worker generates."""
         worker, output, route = reserved.worker, self._output, self._route
         output.start(worker.vocab_size)
-        self._numerics.add(worker.numerics)
-        self._set_prefill_workers(reserved)
+        self._address(reserved)
         dispatched = route.timeline.mark(Moment.DISPATCHED)
         offset = route.timeline.elapsed() - dispatched
         call = worker.client.generate(self._request, timeout_s=route.time_left(), on_overflow=route.on_overflow)
@@ -159,8 +176,14 @@ class PromptStream:
         if output.unfinished or output.ended is None:
             raise WorkerUnavailableError(f"decode worker {worker.target} ended the stream before the output's end")
 
-    def _set_prefill_workers(self, reserved: Reservation) -> None:
+    def _address(self, reserved: Reservation) -> None:
+        """Have the request say where it goes, and remember what computes it."""
         request = self._request
+        self._numerics.add(reserved.worker.numerics)
+        if not self._begun:
+            self.forms.clear()
+        self.forms[reserved.kv_cache] = None
+        request.kv_cache = reserved.kv_cache
         del request.prefill_workers[:], request.prefill_instances[:]
         request.prefill_workers.extend(each.target for each in reserved.prefill)
         request.prefill_instances.extend(each.instance for each in reserved.prefill)
@@ -168,7 +191,6 @@ class PromptStream:
     def _keep_to_the_weights(self) -> None:
         """Have workers of other weights refuse the request; raises if no worker has those that it began on."""
         now = self._route.pool.fingerprint
-        begun = self._request.resumed or self._request.scored_tokens
-        if begun and self._request.model_fingerprint != now:
+        if self._begun and self._request.model_fingerprint != now:
             raise WorkerUnavailableError("other weights have been loaded since this request began; ask again")
         self._request.model_fingerprint = now

@@ -5,6 +5,7 @@ from typing import Any
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.plan.translate import Plan
 from kvrail.telemetry.moments import Timeline
+from kvrail.values.kv_cache import is_exact
 
 
 def usage_so_far(plan: Plan, completion_tokens: int) -> dict[str, Any]:
@@ -22,7 +23,8 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
 
     Over several prompts, counts and bytes are sums, names are joined by commas and the stages are those of the prompt
     that finished last. prefill_worker: null where decode workers prefilled themselves; reason: why they did. lossy:
-    whether a codec was used that does not restore every bit. invariant: whether any worker would give these tokens
+    whether a codec was used that does not restore every bit. kv_cache: the forms of the decode workers' pages. exact:
+    whether neither codec nor pages lost a bit. invariant: whether any worker with such pages would give these tokens
     these bits, whatever is computed beside them. codec_reason: why this codec, where the choice was left to the decode
     worker or another one was asked for that is not compiled yet. exposed_transfer_seconds: the longest time that exact
     KV came after its prompt had been computed.
@@ -32,13 +34,16 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     usage["prompt_tokens_details"] = {"cached_tokens": sum(min(s.cached_tokens, s.prompt_tokens) for s in summaries)}
     prefill_workers = dict.fromkeys(s.prefill_worker for s in summaries if s.prefill_worker)
     codecs = dict.fromkeys(summary.codec for summary in summaries if summary.codec)
+    lossy = any(summary.lossy for summary in summaries)
     usage["kvrail"] = {
         "prefill_worker": ",".join(prefill_workers) or None,
         "reason": next((summary.local_reason for summary in summaries if summary.local_reason), None),
         "codec": ",".join(codecs) or None,
         "transport": ",".join(dict.fromkeys(s.transport for s in summaries if s.transport)) or None,
         "codec_reason": next((summary.codec_reason for summary in summaries if summary.codec_reason), None),
-        "lossy": any(summary.lossy for summary in summaries),
+        "lossy": lossy,
+        "kv_cache": ",".join(generation.forms),
+        "exact": not lossy and all(map(is_exact, generation.forms)),
         "invariant": generation.invariant,
         "kv_bytes": sum(summary.kv_bytes for summary in summaries),
         "kv_raw_bytes": sum(summary.kv_raw_bytes for summary in summaries),

@@ -47,6 +47,7 @@ class Card {
     this.detail.textContent = worker.detail ?? "";
     this.detail.hidden = !worker.detail;
     const about = [worker.device && `${worker.device}, ${bytes(worker.memory_used)} of ${bytes(worker.memory_total)} memory`,
+      worker.kv_cache && `KV pages: ${worker.kv_cache}`,
       worker.compiling?.length && `compiles ${worker.compiling.join(", ")}`,
       worker.kv_in_clear && "KV crosses unencrypted"].filter(Boolean);
     this.device.textContent = about.join("; ");

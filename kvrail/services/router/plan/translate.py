@@ -41,6 +41,7 @@ class Plan:
     prompt's output (echo). provisional: whether drafts are shown. traced: whether the usage shows what each process did
     when. priority: among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown
     as it is. silent: what is generated is not shown. special_stops: stop strings that are special tokens, by token id.
+    kv_cache: the pages that decode workers have to keep (kvrail.values.kv_cache.Asked).
     """
 
     prompts: Sequence[Sequence[int]]
@@ -55,6 +56,7 @@ class Plan:
     reader: Callable[[], OutputReader] | None = None
     silent: bool = False
     cache_salt: str = ""
+    kv_cache: str = ""
 
     @property
     def n(self) -> int:
@@ -128,7 +130,7 @@ def _refuse_in_completion(request: CompletionRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every worker that takes requests now can do; context: tokens, prompt and output together."""
+    """What every worker that takes such requests now can do; context: tokens, prompt and output together."""
 
     context: int
     vocabulary: int
@@ -137,13 +139,17 @@ class Limits:
 
 
 class Planner:
-    """Turns validated requests into plans; `limits` gives those of the workers, or raises WorkerUnavailableError."""
+    """Turns validated requests into plans.
+
+    limits: gives those of the workers whose pages serve what a request asks for; raises WorkerUnavailableError without
+    one, InvalidRequestError where none will come.
+    """
 
     def __init__(
         self,
         encoder: Encoder,
         shaper: Shaper,
-        limits: Callable[[], Limits],
+        limits: Callable[[str], Limits],
         defaults: Defaults,
         *,
         priorities: bool = False,
@@ -158,7 +164,7 @@ class Planner:
     async def chat(self, request: ChatRequest, client: str) -> Plan:
         """Plan a chat of a client's; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
-        limits = self._limits()
+        limits = self._limits(_asked(request))
         offer = offer_of(request)
         shown = () if offer is None else offer.shown
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -178,7 +184,7 @@ class Planner:
     async def completion(self, request: CompletionRequest, client: str) -> Plan:
         """Plan completions of a client's; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
-        limits = self._limits()
+        limits = self._limits(_asked(request))
         shape = await self._shaper.completion(request, client)
         keep = _kept(request, limits.context, request.max_tokens)
         prompts, prefixes = await self._encoder.prompts(request, client, limits.context, keep)
@@ -241,9 +247,15 @@ class Planner:
             reader=shape.reader,
             silent=max_tokens == 0,
             cache_salt=request.cache_salt or "",
+            kv_cache=ours.kv_cache,
         )
         _check_scores(request, plan)
         return plan
+
+
+def _asked(request: Request) -> str:
+    """What the KV pages are to be, as the request has it."""
+    return request.kvrail.kv_cache if request.kvrail else ""
 
 
 def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:

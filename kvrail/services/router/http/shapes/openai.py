@@ -20,6 +20,8 @@ class KvrailUsage(Shape):
     reason: str | None
     codec_reason: str | None
     lossy: bool
+    kv_cache: str
+    exact: bool
     invariant: bool
     kv_bytes: int
     kv_raw_bytes: int
