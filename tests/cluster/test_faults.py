@@ -224,7 +224,7 @@ async def test_an_incompatible_worker_is_named_and_the_prompt_computed_here(llam
 
 async def test_a_request_of_other_weights_is_refused_as_if_nobody_were_there(llama):
     async with cluster(llama, prefill_count=0) as c:
-        assert (await c.ask(prompt_of(20), fingerprint=c.decode.loaded.fingerprint)).tokens
+        assert (await c.ask(prompt_of(20), fingerprint=c.decode.model.loaded.fingerprint)).tokens
         with pytest.raises(WorkerUnavailableError, match="ask another worker"):
             await c.ask(prompt_of(20), fingerprint="0" * 64)
         await c.settled()

@@ -73,7 +73,7 @@ async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_co
         await drafted(c.decode, 12)
         assert sum(len(reply.token_ids) for reply in replies) == 1  # the first token alone is certain
         coarse_pages = first_recent_page(len(prompt), PAGE)
-        assert kept_bytes(c) == coarse_pages * c.decode.loaded.layout.page_bytes  # `halves` has 16 bits in the first
+        assert kept_bytes(c) == coarse_pages * c.decode.model.loaded.layout.page_bytes
         gate.set()
         answer = await asking
         assert answer.tokens == raw.tokens

@@ -183,7 +183,7 @@ async def test_workers_with_such_weights_give_the_plain_ones_tokens(form):
     async def answers(**forms):
         options = {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "bfloat16", "compile": False}
         async with cluster(DEMO_MODEL, **options, **forms) as c:
-            return [(await c.ask(prompt)).tokens for prompt in prompts], c.decode.loaded.fingerprint
+            return [(await c.ask(prompt)).tokens for prompt in prompts], c.decode.model.loaded.fingerprint
 
     plain = await answers()
     assert await answers(weights=form.name) == plain

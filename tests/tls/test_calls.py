@@ -12,11 +12,11 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.prefill.client import GrpcPrefillClient
-from kvrail.rpc.prefill.replies import serve
 from kvrail.rpc.server import build_server
 from kvrail.security.tls import Material, Tls
 from kvrail.wire.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.certificates import Authority
+from tests.inproc.prefill import serve
 
 
 class Decode:
