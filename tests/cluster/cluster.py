@@ -96,7 +96,7 @@ class Cluster:
             cache_salt=cache_salt,
         )
         answer = Answer()
-        async with self.client.generate(request, timeout_s=timeout_s) as replies:
+        async with self.client.events.submit(request, timeout_s=timeout_s) as replies:
             async for reply in replies:
                 index = reply.index
                 if reply.HasField("summary"):

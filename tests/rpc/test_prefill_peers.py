@@ -172,7 +172,7 @@ async def test_reply_that_cannot_be_read_is_no_end_of_output():
     reply = decode_pb2.RequestEvents(number=1, replies=[decode_pb2.GenerateReply(text="one")])
     good = decode_pb2.EventBatch(requests=[reply]).SerializeToString()
     async with foreign("kvrail.v1.Decode", "Events", [good, b"\xff\xff"], kind="stream_stream") as channel:
-        stream = DecodeClient(channel).generate(decode_pb2.GenerateRequest())
+        stream = DecodeClient(channel).events.submit(decode_pb2.GenerateRequest())
         assert (await stream.read()).text == "one"
         with pytest.raises(IncompatibleError):
             await stream.read()
