@@ -229,14 +229,16 @@ class FetchAttempt:
         if not self.drafting:
             self._timeline.mark(Moment.KV_COARSE)
             self.drafting = True
-            self._parts.access.engine.receive_coarse_kv(self._request.request_id)
+            with self._parts.access.engine.change() as requests:
+                requests.receive_coarse_kv(self._request.request_id)
 
     async def _take_first_tokens(self) -> None:
         message = await self._call.first_token()
         found = first_tokens_from_proto(message, self._request.params, self._parts.model.loaded.vocab_size)
         self._timeline.merge(marks_from_proto(message.marks), Moment.PREFILL_QUEUED)
         tokens = [SampledToken(*each) for each in found]
-        self._parts.access.engine.receive_first_tokens(self._request.request_id, tokens)
+        with self._parts.access.engine.change() as requests:
+            requests.receive_first_tokens(self._request.request_id, tokens)
 
 
 class _Watching(ReceivedKV):
