@@ -140,9 +140,6 @@ gpu-memcheck: $(VENV)/.dev  ## codecs' kernels on an NVIDIA GPU under compute-sa
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 		$(BIN)/python -m pytest -m gpu --timeout=1800 $(MEMCHECKED) $(ARGS)
 
-bench-engine-host: $(VENV)/.dev  ## what the host and the GPU take for a step of each kind, captured and not
-	$(BIN)/python -m benchmarks.engine_host $(ARGS)
-
 bench-codec-host-path: $(VENV)/.dev  ## payloads between GPU pages and the host, beside plain pinned copies
 	$(BIN)/python -m benchmarks.codec_host_path $(ARGS)
 
@@ -154,6 +151,9 @@ bench-attention-chunks: $(VENV)/.dev  ## attention of a few new tokens behind ma
 
 bench-kv-formats: $(VENV)/.dev  ## decode attention over closed pages beside bfloat16 pages, on a GPU
 	$(BIN)/python -m benchmarks.kv_formats $(ARGS)
+
+bench-start: $(VENV)/.dev  ## how long `kvrail up` takes, by part, and its processes' CPU time
+	$(BIN)/python -m benchmarks.start $(ARGS)
 
 bench-kv-pages: $(VENV)/.dev  ## what each form of KV pages gives an engine: tokens that fit, prefills, steps
 	$(BIN)/python -m benchmarks.kv_pages $(ARGS)
@@ -196,12 +196,6 @@ bench-cpu-step: $(VENV)/.dev  ## a step on a CPU, and what parts of its design b
 
 bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and decode worker, without a model
 	$(BIN)/python -m benchmarks.token_path $(ARGS)
-
-bench-start: $(VENV)/.dev  ## how long `kvrail up` takes, by part, and its processes' CPU time
-	$(BIN)/python -m benchmarks.start $(ARGS)
-
-bench-scrape: $(VENV)/.dev  ## what a scrape of the router's metrics costs while streams run through it
-	$(BIN)/python -m benchmarks.scrape $(ARGS)
 
 bench-overload: $(VENV)/.dev  ## requests that fail or wait when one client floods a cluster; five minutes
 	$(BIN)/python -m benchmarks.overload $(ARGS)

@@ -186,7 +186,7 @@ async def read_replies(port: int, streams: int, tokens: int, rounds: int) -> lis
                 request_id=number, model=MODEL, prompt_token_ids=[1, 2, 3], sampling=sampling, codec="raw"
             )
             count = 0
-            async with client.generate(request, timeout_s=600) as replies:
+            async with client.events.submit(request, timeout_s=600) as replies:
                 async for reply in replies:
                     count += len(reply.token_ids)
             return count

@@ -158,6 +158,7 @@ async def serve_servicer() -> None:
     """The real servicer of a decode worker over a stub engine; it reports CPU time, without a metrics port."""
     from kvrail.config.settings import DecodeSettings
     from kvrail.runtime.drain import ActiveCalls
+    from kvrail.services.decode.fetch_attempt import FetchParts
     from kvrail.services.decode.fetcher import Fetcher
     from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
     from kvrail.services.decode.servicer import DecodeServicer
@@ -166,6 +167,7 @@ async def serve_servicer() -> None:
     from kvrail.worker.access import EngineAccess
     from kvrail.worker.codecs import Codecs
     from kvrail.worker.observing import KVMeters
+    from kvrail.worker.status import ServedModel
     from kvrail.worker.transports import Transports
 
     engine: Any = StubEngine(asyncio.get_running_loop())
@@ -177,20 +179,15 @@ async def serve_servicer() -> None:
         assert not key
 
     settings = DecodeSettings(local_prefill_tokens=0)
-    worker: Any = SimpleNamespace(
-        access=EngineAccess(engine, engine.events, cache, side),
-        meters=KVMeters(TransferMetrics(registry, MODEL, (), ("received",)), CodecMetrics(registry, MODEL)),
-        calls=ActiveCalls(),
-        check_model=lambda name: None,
-        grammars=SimpleNamespace(get=no_grammar),
-        numerics="",
-        tracing=None,
-        loaded=SimpleNamespace(fingerprint=""),
-    )
+    loaded: Any = SimpleNamespace(fingerprint="")
+    reporter: Any = None
+    grammars: Any = SimpleNamespace(get=no_grammar)
+    access = EngineAccess(engine, engine.events, cache, side)
+    meters = KVMeters(TransferMetrics(registry, MODEL, (), ("received",)), CodecMetrics(registry, MODEL))
+    parts = FetchParts(ServedModel(MODEL, loaded, ""), access, meters, Transports([]), 60.0, 1 << 20)
     codecs = Codecs(settings, allow_lossy=False)
-    transports, prefill_workers = Transports([]), GrpcPrefillWorkers()
-    fetcher = Fetcher(worker, settings, codecs, transports, "raw", "raw", prefill_workers)
-    servicer = DecodeServicer(worker, fetcher, (), ())
+    fetcher = Fetcher(parts, settings, codecs, "raw", "raw", GrpcPrefillWorkers())
+    servicer = DecodeServicer(reporter, fetcher, grammars, ActiveCalls(), None, ())
 
     async def status(request: Any, context: Any) -> common_pb2.WorkerStatus:
         # running, waiting: microseconds of CPU that the loop's thread and the engine's have had

@@ -4,7 +4,7 @@
                                    [--only NAME ...]
 
 Correctness first: a round compares every payload with what was sent. The timed rounds then run from the opening of an
-attempt to its last payload. `inproc` passes references: its figure is the cost of the queues alone. `bare socket` and
+attempt to its last payload.  `bare socket` and
 `bare grpc.aio` are bounds: one connection or stream that does nothing else. CPU seconds per GB are those of all threads
 of the sender's and of the receiver's process. With `--engine` a thread in the named processes does small torch
 operations; the last columns say how many it does per second while payloads travel, of those that it does while none do.
@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from benchmarks.transport_ends import Check, EngineLikeThread, Receiver, Road, Sender, roads
+from benchmarks.transport_ends import Check, EngineLikeThread, Road, roads
 
 ALONE_S = 1.0
 
@@ -64,25 +64,6 @@ def started_engine(wanted: bool) -> EngineLikeThread | None:
     while engine.steps < 100:
         time.sleep(0.01)
     return engine
-
-
-class LocalSender:
-    """A sender in this process."""
-
-    def __init__(self, sender: Sender, payload: memoryview) -> None:
-        self._sender, self._payload = sender, payload
-        self.address = sender.address
-
-    async def begin(self, peer: bytes, key: int, count: int) -> asyncio.Task[None]:
-        """Start to send; the task ends with it."""
-        ready = asyncio.Event()
-        task = asyncio.create_task(self._sender.send(peer, key, self._payload, count, ready.set))
-        await ready.wait()
-        return task
-
-    async def meter(self) -> Meter | None:
-        """None: the receiver's process is this one."""
-        return None
 
 
 async def serve(road: Road, size: int, engine: bool, pipe: Connection) -> None:
@@ -134,14 +115,8 @@ class RemoteSender:
 
 
 @asynccontextmanager
-async def sender_of(
-    road: Road, receiver: Receiver, size: int, engine: bool
-) -> AsyncIterator[LocalSender | RemoteSender]:
+async def sender_of(road: Road, size: int, engine: bool) -> AsyncIterator[RemoteSender]:
     """A road's sender, where it belongs."""
-    if road.one_process:
-        # The receiver is the same object, which both ends of this transport share.
-        yield LocalSender(receiver, the_payload(size))  # type: ignore[arg-type]
-        return
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     child = spawn.Process(target=serve_in_child, args=(road.name, size, engine, theirs), daemon=True)
@@ -187,7 +162,7 @@ async def measure(road: Road, size: int, count: int, rounds: int, engines: list[
     engine = started_engine("receiver" in engines)
     async with (
         road.receiver(size) as receiver,
-        sender_of(road, receiver, size, "sender" in engines) as sender,
+        sender_of(road, size, "sender" in engines) as sender,
     ):
 
         async def one_round(key: int, check: Check) -> None:
@@ -209,7 +184,7 @@ async def measure(road: Road, size: int, count: int, rounds: int, engines: list[
     return figures
 
 
-Meters = tuple[Meter | None, Meter]
+Meters = tuple[Meter, Meter]
 """The sender's process and this one."""
 
 
@@ -218,8 +193,6 @@ def add(figures: Figures, idle: Meters, begin: Meters, end: Meters, gigabytes: f
     figures.rates.append(gigabytes / (end[1].at_s - begin[1].at_s))
     columns = ((figures.sender_cpu, figures.sender_engine), (figures.receiver_cpu, figures.receiver_engine))
     for (cpu, slowed), before, first, last in zip(columns, idle, begin, end, strict=True):
-        if before is None or first is None or last is None:
-            continue
         cpu.append(last.cpu_since(first) / gigabytes)
         if last.steps:
             slowed.append(last.steps_since(first) / first.steps_since(before))

@@ -19,7 +19,6 @@ import grpc.aio
 import torch
 
 from kvrail.transport.base import Peer, Transport
-from kvrail.transport.inproc import InprocTransport
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.tcp import TcpTransport
 
@@ -57,12 +56,11 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class Road:
-    """Makes both ends for payloads of a size in bytes; one_process: they are the same transport."""
+    """Makes both ends for payloads of a size in bytes."""
 
     name: str
     sender: Callable[[int], AbstractAsyncContextManager[Sender]]
     receiver: Callable[[int], AbstractAsyncContextManager[Receiver]]
-    one_process: bool = False
 
 
 class TransportEnd:
@@ -104,7 +102,7 @@ class TransportEnd:
             await payload_receiver.aclose()
 
 
-def transport_road(name: str, start: Callable[[int], Awaitable[Transport]], *, one_process: bool = False) -> Road:
+def transport_road(name: str, start: Callable[[int], Awaitable[Transport]]) -> Road:
     """A transport; `start` takes the bytes of its pool."""
 
     @asynccontextmanager
@@ -113,12 +111,7 @@ def transport_road(name: str, start: Callable[[int], Awaitable[Transport]], *, o
         yield TransportEnd(transport)
         await transport.aclose()
 
-    return Road(name, end, end, one_process=one_process)
-
-
-async def start_inproc(pool_bytes: int) -> Transport:
-    """The transport of one process."""
-    return InprocTransport()
+    return Road(name, end, end)
 
 
 async def start_tcp(pool_bytes: int) -> Transport:
@@ -248,7 +241,6 @@ async def _bare_socket_receiver(size: int) -> AsyncIterator[Receiver]:
 def roads() -> list[Road]:
     """All that can be compared here; `benchmarks.transport_ucx.start_transport` makes ucx's where the module is."""
     found = [
-        transport_road("inproc", start_inproc, one_process=True),
         transport_road("tcp", start_tcp),
         transport_road("tcp sealed", start_sealed_tcp),
         Road("bare socket", _bare_socket_sender, _bare_socket_receiver),
@@ -257,7 +249,7 @@ def roads() -> list[Road]:
     if importlib.util.find_spec("benchmarks.transport_ucx") is not None:
         ucx = importlib.import_module("benchmarks.transport_ucx")
         if not (why := ucx.unavailable()):
-            found.insert(2, transport_road("ucx", ucx.start_transport))
+            found.insert(1, transport_road("ucx", ucx.start_transport))
         else:
             print(f"ucx left out: {why}")
     return found

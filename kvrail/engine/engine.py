@@ -14,11 +14,11 @@ from time import perf_counter
 
 from torch import Tensor
 
-from kvrail.engine.batch.batch import Feed, SampledToken
+from kvrail.engine.batch.batch import Feed
 from kvrail.engine.kv.leases import PageLease
 from kvrail.engine.kv.pages import PageCounts
 from kvrail.engine.kv.prefix_events import Cursor, KVEvents
-from kvrail.engine.request.events import Delivery, LayerListener, LayerProgress
+from kvrail.engine.request.events import Delivery, LayerListener
 from kvrail.engine.request.requests import EngineRequest, ModelLimits, check_request
 from kvrail.engine.sampling.masks import MaskFinder
 from kvrail.engine.sampling.sampler import Sampler
@@ -115,7 +115,7 @@ class Engine:
         pool = self._scheduler.pool
         check_request(request, self._limits, pool)
         hashes = page_hashes(request.prompt_ids, pool.page_size, space=request.space)  # a long prompt's take time
-        with self._change():
+        with self.change():
             if not self.alive:
                 raise WorkerUnavailableError("the engine has stopped; restart the worker")
             if not self._scheduler.can_wait():
@@ -124,45 +124,26 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request, wherever it is; no further event comes. Unknown ids are ignored: it may just have ended."""
-        with self._change():
+        with self.change():
             self._tracker.close(request_id)
+
+    @contextmanager
+    def change(self) -> Iterator[RequestTracker]:
+        """Hold the lock for a change of requests' state; then admit what fits now, wake the thread and deliver."""
+        with self._changed:
+            yield self._tracker
+            self._tracker.admit()
+            self._changed.notify()
+        self._deliver()
 
     def claim_lease(self, request_id: str) -> PageLease | None:
         """Take over the hold on an admitted request's pages; None if it was dropped. Give it to `release_lease`."""
         with self._changed:
             return self._tracker.leases.claim(request_id)
 
-    def receive_first_tokens(self, request_id: str, tokens: Sequence[SampledToken]) -> None:
-        """The first token of each of the n sequences, drawn by the prefill worker; their output is emitted at once."""
-        with self._change():
-            self._tracker.receive_first_tokens(request_id, tokens)
-
-    def receive_coarse_kv(self, request_id: str) -> None:
-        """The prompt's pages hold a coarse form of its KV: once the first token is here, the request drafts on it.
-
-        A request with n > 1 does not draft. Unknown ids are ignored, here and below.
-        """
-        with self._change():
-            self._tracker.receive_coarse_kv(request_id)
-
-    def receive_kv(self, request_id: str) -> None:
-        """A transfer has filled the prompt's pages exactly; the first tokens came before it. Drafts are verified."""
-        with self._change():
-            self._tracker.receive_kv(request_id)
-
-    def drop_drafts(self, request_id: str) -> None:
-        """Another transfer begins to overwrite the pages: forget the drafts, make none before `receive_coarse_kv`."""
-        with self._change():
-            self._tracker.drop_drafts(request_id)
-
-    def compute_here(self, request_id: str) -> None:
-        """A transfer failed for good: forget the drafts and compute the prompt's KV in this engine."""
-        with self._change():
-            self._tracker.compute_here(request_id)
-
     def release_lease(self, lease: PageLease) -> None:
         """Give back a hold on pages, after the last read or write of them has completed."""
-        with self._change():
+        with self.change():
             self._tracker.leases.release(lease)
 
     def status(self) -> EngineStatus:
@@ -260,7 +241,7 @@ class Engine:
             launched = InFlightStep(step, begin, None if waits else self._masks.begin(step))
             draws = self._sampler.params_of(step.drawn_in_order()) if self._runner.launches_async else ()
             listener = self._listener
-            on_layer = LayerProgress(listener, step.written) if listener is not None and step.written else None
+            on_layer = listener.begin(step.written) if listener is not None and step.written else None
             launched.computed(self._runner.execute(step.slices, on_layer, feed, draws), self._runner.extras)
         except Exception as error:  # noqa: BLE001 whatever broke a step, its requests must fail with it
             self._step_failed([step], error)
@@ -336,15 +317,6 @@ class Engine:
         with self._changed:
             self._failures = MAX_FAILURES
             self._tracker.report_lost(WorkerUnavailableError("the engine has broken down"))
-        self._deliver()
-
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Hold the lock for a change of state; then admit what fits now, wake the thread and deliver."""
-        with self._changed:
-            yield
-            self._tracker.admit()
-            self._changed.notify()
         self._deliver()
 
     def _deliver(self) -> None:

@@ -12,7 +12,8 @@ from kvrail.runtime.waiting import settled
 class Counts:
     """Observes one transfer; bytes of payloads as they cross, and of the KV that they stand for."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_coarse: Callable[[], None]) -> None:
+        self._on_coarse = on_coarse
         self.payload_bytes = 0
         self.raw_bytes = 0
 
@@ -34,6 +35,10 @@ class Counts:
         """See ReceivingObserver."""
         self.sent(header, payload_bytes, seconds)
 
+    def coarse(self) -> None:
+        """See ReceivingObserver."""
+        self._on_coarse()
+
     def kept(self, change: int) -> None:
         """See ReceivingObserver."""
 
@@ -41,8 +46,8 @@ class Counts:
 class Attempt:
     """One transfer under way in a task of its own. Belongs to one event loop."""
 
-    def __init__(self) -> None:
-        self.counts = Counts()
+    def __init__(self, on_coarse: Callable[[], None] = lambda: None) -> None:
+        self.counts = Counts(on_coarse)
         self._task: asyncio.Task[None] | None = None
 
     def poll(self) -> bool:

@@ -33,10 +33,10 @@ class Receiving(Attempt):
         silence_s: float,
         on_coarse: Callable[[], None],
     ) -> None:
-        super().__init__()
+        super().__init__(on_coarse)
         self.offer = offer.pack()
         self._offer, self._host, self._codecs, self._transports = offer, host, codecs, transports
-        self._sink, self._executor, self._silence_s, self._on_coarse = sink, executor, silence_s, on_coarse
+        self._sink, self._executor, self._silence_s = sink, executor, silence_s
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._frames = self._announced_bytes = 0
         self._start(self._run(), f"receive {offer.request}")
@@ -71,7 +71,7 @@ class Receiving(Attempt):
         recent = first_recent_page(num_pages * layout.page_size, layout.page_size)
         spec = block_spec(layout, num_pages)
         transfer = Transfer(self._offer.request, codec.name, codec.num_stages, spec, 0, recent, codec.parameters_id)
-        return PageReceiver(transfer, codec, self._sink, self._executor, self.counts, self._silence_s, self._on_coarse)
+        return PageReceiver(transfer, codec, self._sink, self._executor, self.counts, self._silence_s)
 
     async def _announced(self) -> Announcement | None:
         """The next frame, or None at the end. Raises FrameError, TransferAbortedError."""

@@ -117,7 +117,7 @@ class LLM:
         async def plan(chat: Any, body: dict[str, Any]) -> tuple[str, Plan]:
             top = body.pop("logprobs", None)
             asked = {**body, **shared, "messages": chat, "logprobs": top is not None, "top_logprobs": top}
-            found = await self._planner.chat(read(ChatRequest, asked), client="")
+            found = await self._planner.plan(read(ChatRequest, asked), client="")
             return self._tokenizer.decode(found.prompts[0], skip_special_tokens=False), found
 
         return self._generate([messages] if alone else messages, sampling_params, plan)
@@ -133,7 +133,7 @@ class LLM:
         self.close()
 
     async def _completion(self, prompt: Prompt, body: dict[str, Any]) -> tuple[str | None, Plan]:
-        plan = await self._planner.completion(read(CompletionRequest, {**body, "prompt": prompt}), client="")
+        plan = await self._planner.plan(read(CompletionRequest, {**body, "prompt": prompt}), client="")
         return prompt if isinstance(prompt, str) else None, plan
 
     def _generate(

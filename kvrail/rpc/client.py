@@ -1,19 +1,15 @@
 """Typed clients: the error tree instead of gRPC's errors, and streams that end by themselves."""
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
+from kvrail.errors import IncompatibleError, WorkerUnavailableError
 from kvrail.rpc.errors import from_rpc_error
-from kvrail.rpc.events import EventStream, ReplyStream
-from kvrail.rpc.options import MAX_MESSAGE_BYTES
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from kvrail.rpc.events import EventStream
+from kvrail.wire.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
-MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
-"""Leaves room for what a submit adds to the request."""
 NO_PAGES = common_pb2.StatusRequest()
 """Asks for no KV events."""
 
@@ -36,27 +32,12 @@ class DecodeClient:
         self._peer = peer
         self._events: EventStream | None = None
 
-    def generate(
-        self,
-        request: decode_pb2.GenerateRequest,
-        *,
-        timeout_s: float | None = None,
-        on_overflow: Callable[[], object] | None = None,
-    ) -> ReplyStream:
-        """Start a request; the worker gets `timeout_s` as its deadline. Its errors are raised where replies are read.
-
-        on_overflow: called if the request is ended because its replies are not read. Raises InvalidRequestError for a
-        request that is too large to send.
-        """
-        size = request.ByteSize()
-        if size > MAX_REQUEST_BYTES:
-            raise InvalidRequestError(
-                f"the request takes {size} bytes between router and worker; at most {MAX_REQUEST_BYTES} are taken, "
-                "send a shorter one"
-            )
+    @property
+    def events(self) -> EventStream:
+        """The stream of this worker's requests; a new one where there is none, or the last one has broken."""
         if self._events is None or self._events.broken:
             self._events = EventStream(self._stub, self._peer)
-        return self._events.submit(request, timeout_s, on_overflow)
+        return self._events
 
     def give_up(self, reason: str) -> None:
         """The worker is lost: fail every request that runs there. The next one tries again."""

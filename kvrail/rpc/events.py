@@ -19,16 +19,20 @@ import grpc.aio
 from kvrail.errors import (
     DeadlineError,
     IncompatibleError,
+    InvalidRequestError,
     KvrailError,
     RequestCancelledError,
     WorkerUnavailableError,
     reason_of,
 )
 from kvrail.rpc.errors import code_of, from_rpc_error, from_status, is_cancelling
+from kvrail.rpc.options import MAX_MESSAGE_BYTES
 from kvrail.wire.v1 import decode_pb2
 
 log = logging.getLogger(__name__)
 
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
+"""Leaves room for what a submit adds to the request."""
 MAX_UNREAD_BYTES = 1 << 20
 """Replies of one request that wait for a slow reader: some 20,000 tokens without log probabilities."""
 UNREAD_OVERHEAD_BYTES = 64
@@ -190,9 +194,23 @@ class EventStream:
         self._start(self._watch())
 
     def submit(
-        self, request: decode_pb2.GenerateRequest, timeout_s: float | None, on_overflow: Callable[[], object] | None
+        self,
+        request: decode_pb2.GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        on_overflow: Callable[[], object] | None = None,
     ) -> ReplyStream:
-        """Start a request; see `DecodeClient.generate`."""
+        """Start a request; the worker gets `timeout_s` as its deadline. Its errors are raised where replies are read.
+
+        on_overflow: called if the request is ended because its replies are not read. Raises InvalidRequestError for a
+        request that is too large to send.
+        """
+        size = request.ByteSize()
+        if size > MAX_REQUEST_BYTES:
+            raise InvalidRequestError(
+                f"the request takes {size} bytes between router and worker; at most {MAX_REQUEST_BYTES} are taken, "
+                "send a shorter one"
+            )
         number = next(self._numbers)
         replies = self._requests[number] = ReplyStream(self, number, self._peer, on_overflow)
         if timeout_s is not None:

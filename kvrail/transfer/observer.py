@@ -1,4 +1,4 @@
-"""What a transfer reports while it runs, for metrics, usage and traces. Any thread may call."""
+"""What a transfer reports while it runs, for metrics, usage, traces and drafts. Any thread may call."""
 
 from typing import Protocol
 
@@ -27,6 +27,9 @@ class ReceivingObserver(Protocol):
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame is in the pages, `seconds` after its decoding was begun."""
+
+    def coarse(self) -> None:
+        """There is enough to draft on and not yet all. Called on the loop, perhaps several times."""
 
     def kept(self, change: int) -> None:
         """`change` more bytes of earlier stages are kept until the last has come; fewer if negative."""

@@ -46,8 +46,8 @@ class _Arrival:
 class PageReceiver:
     """Receives what `transfer` says into `sink`.
 
-    silence_s: longest wait for the next announcement or payload. executor: its threads check and decode. on_coarse:
-    awaited once, when there is enough to draft on and not yet all. Belongs to one event loop.
+    silence_s: longest wait for the next announcement or payload. executor: its threads check and decode.
+    Belongs to one event loop.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class PageReceiver:
         executor: Executor,
         observer: ReceivingObserver,
         silence_s: float,
-        on_coarse: Callable[[], None],
     ) -> None:
         self._transfer = transfer
         self._guard = FrameGuard(transfer)
@@ -67,7 +66,6 @@ class PageReceiver:
         self._executor = executor
         self._observer = observer
         self._silence_s = silence_s
-        self._on_coarse = on_coarse
         self._arrivals: deque[_Arrival] = deque()  # admitted and not yet decoded, in order
         self._room = asyncio.Semaphore(AHEAD + 1)
         self._changed = asyncio.Event()
@@ -178,7 +176,7 @@ class PageReceiver:
             region.release()
         self._guard.landed(arrival.header)
         if self._guard.coarse_complete() and not self._guard.complete():
-            self._on_coarse()
+            self._observer.coarse()
 
     def _land(self, arrival: _Arrival, region: Region, kept: KeptStages) -> None:
         """Check a payload that was not, and decode it; once this returns or raises, it is read no more."""

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from kvrail.engine.aio import EngineEvents, EventRouter
+from kvrail.engine.aio import EventRouter
 from kvrail.engine.engine import Engine
 from kvrail.engine.kv.cache import PagedCache
 from kvrail.engine.kv.leases import PageLease
-from kvrail.engine.request.requests import EngineRequest
 from kvrail.transfer.streams import SideStream
 from kvrail.values.layout import KVLayout
 from kvrail.worker.pages import LeasedPages
@@ -25,10 +24,6 @@ class EngineAccess:
     def layout(self) -> KVLayout:
         """The pages' layout."""
         return self.cache.layout
-
-    def open(self, request: EngineRequest) -> EngineEvents:
-        """Submit a request; its events come by what is returned. Raises what the engine refuses it with."""
-        return self.events.open(self.engine, request)
 
     def pages(self, lease: PageLease, num_tokens: int) -> LeasedPages:
         """Leased pages of a prompt of `num_tokens` tokens as a transfer's source or sink."""

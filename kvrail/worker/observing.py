@@ -67,6 +67,9 @@ class ReceivedKV:
         self.raw_bytes += raw_bytes
         self.payload_bytes += payload_bytes
 
+    def coarse(self) -> None:
+        """The pages hold a coarse form of the KV."""
+
     def kept(self, change: int) -> None:
         """Earlier stages are kept until the last has come, or are no more."""
         self._meters.transfers.kept_bytes.inc(change)

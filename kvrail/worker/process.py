@@ -1,4 +1,4 @@
-"""What all workers have in common: the model behind an engine, and what they say of themselves."""
+"""What all workers have in common: the model behind an engine."""
 
 import asyncio
 import logging
@@ -11,7 +11,6 @@ import torch
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.engine import Engine
-from kvrail.engine.kv.prefix_events import Cursor
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.model.toolchain import check_toolchain
 from kvrail.engine.request.events import Delivery, LayerListener
@@ -20,9 +19,8 @@ from kvrail.engine.sampling.sampler import Sampler
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.step.invariance import Finding
 from kvrail.engine.step.runner import ModelRunner
-from kvrail.errors import ConfigError, ModelNotFoundError
+from kvrail.errors import ConfigError
 from kvrail.grammar import Grammars
-from kvrail.rpc.report import report_of
 from kvrail.runtime.drain import ActiveCalls
 from kvrail.runtime.tuning import in_passing_thread
 from kvrail.telemetry.making import show_worker
@@ -32,21 +30,15 @@ from kvrail.telemetry.tracing import Tracing
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, MemoryMetrics, TransferMetrics
 from kvrail.text import Tokenizer, load_tokenizer
 from kvrail.transfer.streams import SideStream
-from kvrail.wire import PROTOCOL_VERSION
-from kvrail.wire.convert import layout_to_proto
-from kvrail.wire.v1 import common_pb2
 from kvrail.worker.access import EngineAccess
-from kvrail.worker.budgets import limits_of, mixed_tokens
-from kvrail.worker.device import bytes_of, device_name, device_now
+from kvrail.worker.budgets import limits_of
+from kvrail.worker.device import bytes_of, device_name
 from kvrail.worker.kv_cache import describe, page_pool, pages_for
 from kvrail.worker.monitor import Monitor
 from kvrail.worker.observing import KVMeters
-from kvrail.worker.transports import in_clear
+from kvrail.worker.status import ServedModel, StatusReporter
 
 logger = logging.getLogger("kvrail.worker")
-
-MAX_DIGESTS = 8192
-"""Of pages in one status answer: 64 KiB."""
 
 WARMING = "warming up"
 WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes, and loaded at later ones"
@@ -56,19 +48,16 @@ WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes
 class Worker:
     """An engine and its surroundings; built once, before the first request.
 
-    numerics: see `Finding`. meters: what transfers and codecs count in. codecs: by name, the number of its parameters.
-    instance: of this start of the process.
+    meters: what transfers and codecs count in. instance: of this start of the process.
     """
 
     settings: WorkerSettings
-    loaded: LoadedModel
-    numerics: str
+    model: ServedModel
     access: EngineAccess
     meters: KVMeters
     calls: ActiveCalls
     monitor: Monitor
     memory: MemoryMetrics | None
-    codecs: Mapping[str, int]
     grammars: Grammars
     tracing: Tracing | None
     instance: int = field(default_factory=lambda: secrets.randbits(64))
@@ -78,74 +67,17 @@ class Worker:
         """The engine."""
         return self.access.engine
 
-    def check_model(self, name: str) -> None:
-        """Raise ModelNotFoundError unless `name` is the model that this worker serves."""
-        if name != self.settings.model_name:
-            raise ModelNotFoundError(f"model {name!r} is not served here; this worker has {self.settings.model_name!r}")
-
-    def status(self, asked: common_pb2.StatusRequest, transports: Sequence[str]) -> common_pb2.WorkerStatus:
-        """Identity, limits and load of a worker that has these transports, and the news of pages that are asked for."""
-        load, settings, loaded = self.engine.status(), self.settings, self.loaded
-        counts = load.pages
-        prefill, decode = self.engine.step_cost.prefill, self.engine.step_cost.decode
-        return common_pb2.WorkerStatus(
-            model=common_pb2.ModelInfo(
-                name=settings.model_name,
-                fingerprint=loaded.fingerprint,
-                vocab_size=loaded.vocab_size,
-                max_model_len=loaded.max_model_len,
-                numerics=self.numerics,
-            ),
-            layout=layout_to_proto(loaded.layout),
-            protocol_version=PROTOCOL_VERSION,
-            codecs=self.codecs,
-            transports=transports,
-            running=load.running,
-            waiting=load.waiting,
-            max_running=self.engine.max_running,
-            max_waiting=settings.max_waiting,
-            pages_total=counts.free + counts.used + counts.cached,
-            pages_free=counts.free,
-            pages_cached=counts.cached,
-            draining=self.calls.draining or not load.healthy,
-            instance=self.instance,
-            codec_parameters=self.codecs,
-            kv_events=self._kv_events(asked),
-            step_cost=common_pb2.StepCost(
-                prefill_base=prefill.base,
-                prefill_each=prefill.each,
-                decode_base=decode.base,
-                decode_each=decode.each,
-                prefill_full=self.engine.step_cost.full_prefill,
-            ),
-            max_batch_tokens=settings.max_batch_tokens,
-            mixed_batch_tokens=mixed_tokens(settings),
-            metrics_port=self.monitor.port,
-            report=report_of(self.monitor.registry, device_now(loaded.device)),
-            roles=settings.roles,
-            kv_cache=settings.kv_cache,
-            kv_in_clear=bool(in_clear(settings, transports)),
-        )
-
-    def _kv_events(self, asked: common_pb2.StatusRequest) -> common_pb2.KVEvents | None:
-        if not asked.max_pages:
-            return None
-        cursor = Cursor(asked.stored_to, asked.removed_to)
-        events = self.engine.kv_events(cursor, min(asked.max_pages, MAX_DIGESTS))
-        return common_pb2.KVEvents(
-            snapshot=events.snapshot,
-            stored_to=events.cursor.stored,
-            removed_to=events.cursor.removed,
-            stored=events.stored,
-            removed=events.removed,
-            complete=events.complete,
+    def reporter(self, codecs: Mapping[str, int], transports: Sequence[str]) -> StatusReporter:
+        """What reports the worker's status; see there for the arguments."""
+        return StatusReporter(
+            self.settings, self.model, self.engine, self.calls, self.monitor, codecs, transports, self.instance
         )
 
     def measure(self) -> None:
         """Bring up to date what is measured at a scrape alone. Any thread may call it."""
         self.engine.report_load()
         if self.memory is not None:
-            free, total = torch.cuda.mem_get_info(self.loaded.device)
+            free, total = torch.cuda.mem_get_info(self.model.loaded.device)
             self.memory.show(free=free, total=total)
 
     def state(self) -> State:
@@ -207,7 +139,6 @@ def build_worker(
     settings: WorkerSettings,
     monitor: Monitor,
     *,
-    codecs: Mapping[str, int],
     side: SideStream | None = None,
     listener: LayerListener | None = None,
     max_drafts: int = 0,
@@ -215,7 +146,7 @@ def build_worker(
 ) -> Worker:
     """Build the engine and what surrounds it; called inside the loop that will serve. Raises from kvrail.errors.
 
-    codecs: those that can be asked for, with the number of their parameters. side: of its transfers; None: a new one.
+    side: of its transfers; None: a new one.
     """
     tracing, name = Tracing.start(settings.otlp_endpoint, settings.table), settings.model_name
     registry = monitor.registry
@@ -237,8 +168,7 @@ def build_worker(
         memory = MemoryMetrics(registry, name, weights=bytes_of(loaded.model), kv_cache=runner.cache.bytes)
     return Worker(
         settings=settings,
-        loaded=loaded,
-        numerics=runner.finding.numerics,
+        model=ServedModel(name, loaded, runner.finding.numerics, settings.kv_cache),
         access=EngineAccess(engine, events, runner.cache, side or SideStream(loaded.device)),
         meters=KVMeters(
             TransferMetrics(registry, name, (), ("sent",) * prefills + ("received",) * decodes),
@@ -247,7 +177,6 @@ def build_worker(
         calls=ActiveCalls(),
         monitor=monitor,
         memory=memory,
-        codecs=codecs,
         grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
         tracing=tracing,
     )

@@ -131,10 +131,10 @@ def test_the_codebook_covers_at_least_what_the_default_covers(calibrate, text, t
 async def test_the_fingerprint_is_what_a_worker_reports(calibrate, tmp_path):
     assert calibrate()[0] == 0
     settings = DecodeSettings(model=str(tiny_model("llama")), kv_memory_gib=0.01)
-    worker = build_worker(settings, Monitor(settings), codecs={"raw": 0})
+    worker = build_worker(settings, Monitor(settings))
     assert (
         Codebook.load(tmp_path / "codebook.json").model_fingerprint
-        == worker.status(common_pb2.StatusRequest(), []).model.fingerprint
+        == worker.reporter({"raw": 0}, []).report(common_pb2.StatusRequest()).model.fingerprint
     )
     other = Codebook.load(tmp_path / "codebook.json").model_fingerprint
     assert other != load(tiny_model("llama", seed=1)).fingerprint

@@ -10,18 +10,16 @@ from kvrail.config.settings import BothSettings
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.server import build_server
-from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
-from kvrail.services.decode.servicer import DecodeServicer
 from kvrail.services.prefill.observer import PageObserver
-from kvrail.services.prefill.servicer import PrefillServicer
+from kvrail.services.worker.serving import decode_servicer, fetcher_of, prefill_servicer
 from kvrail.transfer.streams import SideStream
-from kvrail.transport.inproc import InprocTransport
 from kvrail.worker.codecs import Codecs
 from kvrail.worker.monitor import Monitor
 from kvrail.worker.process import build_worker
 from kvrail.worker.weights import forms_of
 from tests.cluster.cluster import Cluster, InprocWorkers, settings, transports_for
+from tests.inproc.transport import InprocTransport
 
 
 @asynccontextmanager
@@ -39,23 +37,22 @@ async def both_workers(folder, transport="tcp", count=2, authority=None, **chang
             worker = build_worker(
                 options,
                 Monitor(options),
-                codecs=codecs.parameters,
                 side=side,
                 listener=observer,
                 max_drafts=options.max_drafts,
                 weights=forms_of(options),
             )
-            transports = await transports_for(shared, options, worker.loaded.device)
+            transports = await transports_for(shared, options, worker.model.loaded.device)
             stack.push_async_callback(transports.aclose)
-            prefill = PrefillServicer(worker, options, codecs, transports, observer)
+            prefill = prefill_servicer(worker, options, codecs, transports, observer)
             channels = GrpcPrefillWorkers(tls)
             stack.push_async_callback(channels.close)
             reach = InprocWorkers(servicers) if transport == "inproc" else channels
             asked, first = codecs.check(options.codec), transports.first_codec(codecs.usual)
-            fetcher = Fetcher(worker, options, codecs, transports, asked, first, reach)
+            fetcher = fetcher_of(worker, options, codecs, transports, asked, first, reach)
             rpc = await build_server(tls=tls)
             rpc.add_prefill(prefill)
-            rpc.add_decode(DecodeServicer(worker, fetcher, transports.names, codecs.withheld))
+            rpc.add_decode(decode_servicer(worker, fetcher, codecs))
             address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
             channel = open_channel(address, tls=None if authority is None else authority.tls("router"))
             await rpc.start()

@@ -13,16 +13,14 @@ import torch
 from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
-from kvrail.rpc.prefill.client import InprocPrefillClient
 from kvrail.rpc.server import build_server
 from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
-from kvrail.services.decode.servicer import DecodeServicer
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
+from kvrail.services.worker.serving import decode_servicer, fetcher_of, prefill_servicer
 from kvrail.transfer.streams import SideStream
 from kvrail.transport import ucx
-from kvrail.transport.inproc import InprocTransport
 from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
@@ -31,6 +29,8 @@ from kvrail.worker.monitor import Monitor
 from kvrail.worker.process import Worker, build_worker
 from kvrail.worker.transports import Transports
 from kvrail.worker.weights import forms_of
+from tests.inproc.prefill import InprocPrefillClient
+from tests.inproc.transport import InprocTransport
 from tests.models import kv_gib
 
 MODEL = "tiny"
@@ -100,7 +100,7 @@ class Cluster:
             exact=exact,
         )
         answer = Answer()
-        async with self.client.generate(request, timeout_s=timeout_s) as replies:
+        async with self.client.events.submit(request, timeout_s=timeout_s) as replies:
             async for reply in replies:
                 index = reply.index
                 if reply.HasField("summary"):
@@ -178,15 +178,14 @@ async def cluster(
         worker = build_worker(
             options,
             Monitor(options),
-            codecs=codecs.parameters,
             side=side,
             listener=observer,
             weights=forms_of(options),
         )
-        codecs.check_codebook(worker.loaded)
-        transports = await transports_for(transport, options, worker.loaded.device)
+        codecs.check_codebook(worker.model.loaded)
+        transports = await transports_for(transport, options, worker.model.loaded.device)
         stops.append(transports.aclose)
-        servicer = PrefillServicer(worker, options, codecs, transports, observer)
+        servicer = prefill_servicer(worker, options, codecs, transports, observer)
         address = f"inproc-{number}"
         if not here:
             rpc = await build_server(tls=tls("prefill"))
@@ -201,19 +200,17 @@ async def cluster(
     worker = build_worker(
         options,
         Monitor(options),
-        codecs=codecs.parameters,
         max_drafts=options.max_drafts,
         weights=forms_of(options),
     )
-    codecs.check_codebook(worker.loaded)
+    codecs.check_codebook(worker.model.loaded)
     channels = GrpcPrefillWorkers(tls("decode"))
     reach = InprocWorkers(servicers) if here else channels
-    transports = await transports_for(transport, options, worker.loaded.device)
+    transports = await transports_for(transport, options, worker.model.loaded.device)
     asked, first = codecs.check(options.codec), transports.first_codec(codecs.usual)
-    fetcher = Fetcher(worker, options, codecs, transports, asked, first, reach)
-    servicer = DecodeServicer(worker, fetcher, transports.names, codecs.withheld)
+    fetcher = fetcher_of(worker, options, codecs, transports, asked, first, reach)
     rpc = await build_server(tls=tls("decode"))
-    rpc.add_decode(servicer)
+    rpc.add_decode(decode_servicer(worker, fetcher, codecs))
     channel = open_channel(f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}", tls=tls("router"))
     await rpc.start()
     worker.engine.start()

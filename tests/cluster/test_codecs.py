@@ -259,7 +259,8 @@ async def test_an_answer_of_one_token_says_who_computed_it_and_how_its_kv_crosse
         summary = (await c.ask(prompt_of(300), max_tokens=1, codec=codec)).summary
         (address,) = c.prefills
         assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, "tcp")
-        assert summary.lossy == (codec == "int8") and summary.numerics == ("" if summary.lossy else c.decode.numerics)
+        assert summary.lossy == (codec == "int8")
+        assert summary.numerics == ("" if summary.lossy else c.decode.model.numerics)
         assert summary.completion_tokens == 1
         await c.settled()
 

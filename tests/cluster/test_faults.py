@@ -65,8 +65,8 @@ async def test_a_worker_that_fails_time_and_again_is_not_asked_for_a_while(llama
 async def test_prompts_that_nobody_takes_are_computed_here_up_to_a_bound(llama, monkeypatch):
     monkeypatch.setattr(fetcher, "LOCAL_FALLBACK_TOKENS", 400)
     async with cluster(llama) as c:
-        compute_here, held = c.decode.engine.compute_here, []
-        monkeypatch.setattr(c.decode.engine, "compute_here", held.append)
+        held = []
+        monkeypatch.setattr(c.decode.engine._tracker, "compute_here", held.append)
         prompts = [prompt_of(310)[number:] for number in range(3)]
         first = asyncio.create_task(c.ask(prompts[0], workers=["127.0.0.1:9"]))
         while not held:
@@ -76,7 +76,8 @@ async def test_prompts_that_nobody_takes_are_computed_here_up_to_a_bound(llama, 
         assert refused.value.retry_after > 0
         assert (value(c.decode, "local"), value(c.decode, "refused")) == (1, 1)
         monkeypatch.undo()
-        compute_here(held[0])
+        with c.decode.engine.change() as requests:
+            requests.compute_here(held[0])
         for prompt, answer in (
             (prompts[0], await first),
             (prompts[2], await c.ask(prompts[2], workers=["127.0.0.1:9"])),
@@ -162,14 +163,14 @@ async def test_layers_that_are_told_late_are_sent_all_the_same(llama, monkeypatc
 
 def note_pages(monkeypatch, worker):
     """Keys of all pages as they are when the engine is told to compute a prompt after all."""
-    seen = []
-    compute_here = worker.engine.compute_here
+    seen, tracker = [], worker.engine._tracker
+    compute_here = tracker.compute_here
 
     def noting(request_id):
         seen.append(worker.access.cache.tensors["keys"].clone())
         compute_here(request_id)
 
-    monkeypatch.setattr(worker.engine, "compute_here", noting)
+    monkeypatch.setattr(tracker, "compute_here", noting)
     return seen
 
 
@@ -224,7 +225,7 @@ async def test_an_incompatible_worker_is_named_and_the_prompt_computed_here(llam
 
 async def test_a_request_of_other_weights_is_refused_as_if_nobody_were_there(llama):
     async with cluster(llama, prefill_count=0) as c:
-        assert (await c.ask(prompt_of(20), fingerprint=c.decode.loaded.fingerprint)).tokens
+        assert (await c.ask(prompt_of(20), fingerprint=c.decode.model.loaded.fingerprint)).tokens
         with pytest.raises(WorkerUnavailableError, match="ask another worker"):
             await c.ask(prompt_of(20), fingerprint="0" * 64)
         await c.settled()

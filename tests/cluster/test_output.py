@@ -209,7 +209,7 @@ async def test_what_cannot_be_served_is_refused_by_name():
             await c.ask([1, 2], temperature=-1.0)
         with pytest.raises(ModelNotFoundError, match="'other'"):
             request = decode_pb2.GenerateRequest(request_id="m", model="other", prompt_token_ids=[1])
-            async with c.client.generate(request) as replies:
+            async with c.client.events.submit(request) as replies:
                 await replies.read()
         assert (await c.ask(prompt_of(500))).tokens == {
             0: generate(str(tiny_model("llama")), tuple(prompt_of(500)), 16)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvrail.engine.engine import Engine
+from kvrail.engine.schedule.tracker import RequestTracker
 from kvrail.transfer.receiving import PageReceiver
 from kvrail.transfer.send_queue import LATER_SLOTS, SLOTS, SendQueue
 from kvrail.transfer.sizes import first_recent_page
@@ -73,7 +73,7 @@ async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_co
         await drafted(c.decode, 12)
         assert sum(len(reply.token_ids) for reply in replies) == 1  # the first token alone is certain
         coarse_pages = first_recent_page(len(prompt), PAGE)
-        assert kept_bytes(c) == coarse_pages * c.decode.loaded.layout.page_bytes  # `halves` has 16 bits in the first
+        assert kept_bytes(c) == coarse_pages * c.decode.model.loaded.layout.page_bytes
         gate.set()
         answer = await asking
         assert answer.tokens == raw.tokens
@@ -257,13 +257,13 @@ async def test_what_a_transfer_refined_serves_as_prefix(llama):
 
 async def test_recent_pages_are_never_written_after_drafting_began(llama, monkeypatch):
     written = []
-    receive = Engine.receive_coarse_kv
+    receive = RequestTracker.receive_coarse_kv
 
-    def noting(engine, request_id):
+    def noting(tracker, request_id):
         written.append("coarse")
-        receive(engine, request_id)
+        receive(tracker, request_id)
 
-    monkeypatch.setattr(Engine, "receive_coarse_kv", noting)
+    monkeypatch.setattr(RequestTracker, "receive_coarse_kv", noting)
     decode = PageReceiver._decode
 
     def landing(receiver, header, *args):

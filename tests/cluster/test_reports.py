@@ -17,7 +17,7 @@ async def test_pages_are_reported_under_the_names_that_the_router_gives_them():
         async def hear() -> None:
             answer = await c.client.get_status(decode.question(), timeout_s=10)
             decode.take(answer.kv_events, answer.pages_total)
-            said = worker.status(prefill.question(), [])
+            said = worker.reporter({}, []).report(prefill.question())
             prefill.take(said.kv_events, said.pages_total)
             assert said.kv_events.complete and answer.kv_events.complete
             assert said.max_batch_tokens == answer.max_batch_tokens == 512

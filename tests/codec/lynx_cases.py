@@ -7,11 +7,11 @@ import torch
 from kv_blocks import random_block, scattered
 
 from kvrail.codec.base import Block
-from kvrail.codec.papers.lynx import reference
 from kvrail.codec.papers.lynx.payload import (
     plans_of,
 )
 from kvrail.codec.papers.lynx.plan import Coding
+from tests.reference import lynx as reference
 
 INT_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
@@ -52,6 +52,6 @@ def reference_payloads(pages, code, num_stages):
 
 def reference_decode(payloads, layouts, out):
     """Write the last of the stages into `out`; layouts: of all payloads."""
-    sources, stage = [np.frombuffer(each, dtype=np.uint8) for each in payloads], layouts[-1].stage
+    sources, stage = [np.frombuffer(each, dtype=np.uint8) for each in payloads], layouts[-1].parts[0].stage
     coding = Coding(tuple(part.plan for part in layouts[-1].parts), stage + 1)
     reference.decode(stage, sources, layouts, coding, out)

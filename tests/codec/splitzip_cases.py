@@ -5,10 +5,10 @@ import torch
 from kv_blocks import random_block
 
 from kvrail.codec.base import Block
-from kvrail.codec.splitzip.one_stage import reference
 from kvrail.codec.splitzip.one_stage.codebook import WINDOWS, Codebook, DtypeWindows, TensorWindows
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles.plan import plans_of
+from tests.reference import one_stage as reference
 
 TOPS = {"bfloat16": 131, "float16": 19, "float8_e5m2": 19, "float8_e4m3fn": 11}
 

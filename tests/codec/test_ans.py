@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core import cpu as core_cpu
-from kvrail.codec.splitzip.entropy import cpu, reference
+from kvrail.codec.splitzip.entropy import cpu
 from kvrail.codec.splitzip.entropy.format import (
     BLOCK_BYTES,
     LANES,
@@ -21,6 +21,7 @@ from kvrail.codec.splitzip.entropy.format import (
     num_blocks,
 )
 from kvrail.codec.splitzip.entropy.payload import head_bytes
+from tests.reference import entropy as reference
 
 GOLDEN = Path(__file__).parent / "golden" / "ans_piece.bin"
 

@@ -16,7 +16,7 @@ if torch.cuda.is_available():
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.sections import HEADER_BYTES
-from kvrail.codec.splitzip.entropy import cpu, gpu, gpu_launch, reference
+from kvrail.codec.splitzip.entropy import cpu, gpu, gpu_launch
 from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, num_blocks
 from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, TABLE_BYTES, coded_bytes, head_bytes, pieces_of
@@ -24,6 +24,7 @@ from kvrail.codec.splitzip.one_stage.codec import WindowCodec
 from kvrail.codec.splitzip.tiles.format import WindowCode
 from kvrail.codec.splitzip.tiles.payload import parse_header
 from kvrail.codec.splitzip.tiles.plan import plans_of
+from tests.reference import entropy as reference
 
 CODE = WindowCode(4, True)
 POISON = 0xA5

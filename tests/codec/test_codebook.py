@@ -20,9 +20,9 @@ from kvrail.codec.splitzip.one_stage.exponents import (
     histogram,
     set_coverage,
 )
-from kvrail.codec.splitzip.tiles import reference
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
+from tests.reference import tiles as reference
 
 FINGERPRINT = "0123456789abcdef" * 4
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrail.codec.compact.format import CompactWeight
-from kvrail.codec.compact.reference import unpack
 from kvrail.codec.compact.torch_ops import compress
+from tests.reference.compact import unpack
 
 
 def bits(weight):

@@ -2,10 +2,12 @@
 
 import fcntl
 import os
+import pickle
 import subprocess
 import sys
 import time
 
+import numba
 import pytest
 
 KERNEL = (
@@ -92,3 +94,11 @@ def test_a_process_that_never_gives_the_lock_back_is_not_waited_for_for_ever(sta
         fcntl.flock(file, fcntl.LOCK_EX)
         text = said(start(most_wait_s=0.5))
     assert "another process still compiles after" in text and "compiled: 0" in text
+
+
+def test_a_kernel_that_another_version_kept_with_types_that_are_gone_is_compiled_again(start, tmp_path):
+    said(start())
+    (index,) = tmp_path.glob("cache/*/*.nbi")
+    index.write_bytes(pickle.dumps(numba.__version__) + b"ckernel_of_old\nGeometry\n.")
+    assert "compiled: 1" in said(start())
+    assert "compiled: 0" in said(start())

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from kvrail import codec
 from kvrail.codec import tensors
 from kvrail.codec.base import CodecError
-from kvrail.codec.huffman import cpu, cpu_chunk_kernels, payload, reference
+from kvrail.codec.huffman import cpu, cpu_chunk_kernels, payload
 from kvrail.codec.huffman.codec import HuffmanCodec
 from kvrail.codec.huffman.cpu_digest_kernels import SHORT, copied_digest, long_digest
 from kvrail.codec.huffman.cpu_plane_kernels import gather_bits, gather_words, scatter_bits, scatter_words
 from kvrail.codec.huffman.cpu_word_kernels import DEPOSITS
 from kvrail.codec.huffman.format import FORMATS
 from kvrail.codec.registry import UnknownCodecError
+from tests.reference import huffman as reference
 
 HUFFMAN = HuffmanCodec()
 README = Path(codec.__file__).with_name("README.md")

@@ -104,7 +104,7 @@ def test_a_flag_that_counts_twice_is_refused(name):
     page = layout.parts[0].plan.page_bytes
     payload = bytearray(with_bytes(name, 4, struct.pack("<I", 2)))
     payload[where : where + 10] = PAYLOADS[name][where : where + 10].replace(b"\1", b"\2")
-    payload[layout.tails[1] : layout.tails[1]] = bytes(-(-2 * page // 16) * 16 - layout.parts[0].tail_bytes)
+    payload[layout.streams[1] : layout.streams[1]] = bytes(-(-2 * page // 16) * 16 - layout.parts[0].variable_bytes)
     assert_refused(name, bytes(payload), "2 raw pages")
 
 

@@ -17,7 +17,7 @@ from test_integer import golden_cases
 
 from kvrail.codec import registry
 from kvrail.codec.base import Block, CodecError, PagedBlock
-from kvrail.codec.papers.kvcomp import codebook, reference
+from kvrail.codec.papers.kvcomp import codebook
 from kvrail.codec.papers.kvcomp.codec import KVCompCodec
 from kvrail.codec.papers.kvcomp.format import (
     BLOCK_CODE,
@@ -28,6 +28,7 @@ from kvrail.codec.papers.kvcomp.format import (
     TensorCode,
 )
 from kvrail.codec.papers.kvcomp.payload import parse, plans_of
+from tests.reference import kvcomp as reference
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=100 if os.environ.get("CI") == "true" else 25, deadline=None)

@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 from kvrail.codec.base import Block
 from kvrail.codec.core.gpu import byte_pools
 from kvrail.codec.core.sections import HEADER_BYTES
-from kvrail.codec.papers.lynx import gpu, gpu_launch, reference
+from kvrail.codec.papers.lynx import gpu, gpu_launch
 from kvrail.codec.papers.lynx.format import LynxCode
 from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse, parse_both, plans_of
 from kvrail.codec.papers.lynx.plan import Coding
+from tests.reference import lynx as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

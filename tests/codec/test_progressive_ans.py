@@ -16,13 +16,13 @@ from test_splitzip import SHAPES, golden_pages
 from kvrail.codec.base import Block, CodecError, PagedBlock
 from kvrail.codec.core import cpu as core_cpu
 from kvrail.codec.core.sections import HEADER_BYTES
-from kvrail.codec.splitzip.entropy import reference as rans
 from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.one_stage.codec import splitzip_channel
-from kvrail.codec.splitzip.progressive_ans import reference
 from kvrail.codec.splitzip.progressive_ans.codec import ProgressiveAnsCodec
 from kvrail.codec.splitzip.progressive_ans.payload import parse_first, parse_rest, uncoded_pieces
 from kvrail.codec.splitzip.tiles.format import FORMATS
+from tests.reference import entropy as rans
+from tests.reference import progressive_ans as reference
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=500 if os.environ.get("CI") == "true" else 40)

@@ -16,10 +16,11 @@ from kvrail.codec.splitzip.one_stage import gpu
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_encode
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles import gpu as tiles_gpu
-from kvrail.codec.splitzip.tiles import gpu_launch, reference
+from kvrail.codec.splitzip.tiles import gpu_launch
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 from kvrail.codec.splitzip.tiles.payload import parse, scale_bytes_of, travels_raw
 from kvrail.codec.splitzip.tiles.plan import plans_of
+from tests.reference import tiles as reference
 
 FIXED, FIXED_NARROW, CHANNEL = WindowCode(4, False, 256), WindowCode(3, False, 256), WindowCode(3, True, 256)
 CASES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim; element type; code

@@ -63,7 +63,7 @@ async def stream(client: DecodeClient, number: int, begun: asyncio.Event) -> int
         sampling=sampling_to_proto(SamplingParams(max_tokens=60, ignore_eos=True)),
     )
     tokens = 0
-    async with client.generate(request, timeout_s=120) as replies:
+    async with client.events.submit(request, timeout_s=120) as replies:
         async for reply in replies:
             tokens += len(reply.token_ids)
             begun.set()

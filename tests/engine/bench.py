@@ -98,7 +98,8 @@ class Transfer:
         self.held = bench.of(name, Admitted)[0].cached_tokens
 
     def first(self) -> None:
-        self.bench.engine.receive_first_tokens(self.name, [SampledToken(expected(self.prompt, 1)[0])])
+        with self.bench.engine.change() as requests:
+            requests.receive_first_tokens(self.name, [SampledToken(expected(self.prompt, 1)[0])])
 
     def write(self, wrong: bool) -> None:
         tokens = [(token + wrong) % VOCAB for token in self.prompt]
@@ -108,15 +109,18 @@ class Transfer:
 
     def coarse(self, wrong: bool = True) -> None:
         self.write(wrong)
-        self.bench.engine.receive_coarse_kv(self.name)
+        with self.bench.engine.change() as requests:
+            requests.receive_coarse_kv(self.name)
 
     def exact(self) -> None:
         self.write(wrong=False)
-        self.bench.engine.receive_kv(self.name)
+        with self.bench.engine.change() as requests:
+            requests.receive_kv(self.name)
         self.release()
 
     def lose(self) -> None:
-        self.bench.engine.compute_here(self.name)
+        with self.bench.engine.change() as requests:
+            requests.compute_here(self.name)
         self.release()
 
     def release(self) -> None:

@@ -142,7 +142,8 @@ class Transfer:
         self.pages = self.pages[0][:, held:], self.pages[1][:, held:]
         banned = banned_first(site, params)
         rows = [SampleRow(params, index, len(prompt), prompt, [], banned) for index in range(params.n)]
-        site.engine.receive_first_tokens(name, site.sampler.sample(logits.expand(len(rows), -1), rows))
+        with site.engine.change() as requests:
+            requests.receive_first_tokens(name, site.sampler.sample(logits.expand(len(rows), -1), rows))
 
     def write(self, form: Coarse) -> None:
         cache = self.site.runner.cache
@@ -151,15 +152,18 @@ class Transfer:
 
     def send_coarse(self, form: Coarse) -> None:
         self.write(form)
-        self.site.engine.receive_coarse_kv(self.name)
+        with self.site.engine.change() as requests:
+            requests.receive_coarse_kv(self.name)
 
     def send_exact(self) -> None:
         self.write(exact)
-        self.site.engine.receive_kv(self.name)
+        with self.site.engine.change() as requests:
+            requests.receive_kv(self.name)
         self.site.engine.release_lease(self.lease)
 
     def lose(self) -> None:
-        self.site.engine.compute_here(self.name)
+        with self.site.engine.change() as requests:
+            requests.compute_here(self.name)
         self.site.engine.release_lease(self.lease)
 
 

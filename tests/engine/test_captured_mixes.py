@@ -194,16 +194,20 @@ class Traffic:
         lease = engine.claim_lease(name)
         if lease is None:
             return
-        engine.receive_first_tokens(name, first)
+        with engine.change() as requests:
+            requests.receive_first_tokens(name, first)
         if rng.random() < 0.5:
             self._write(lease.pages, name, held, shift=rng.choice([0, 0, 1]))
-            engine.receive_coarse_kv(name)
+            with engine.change() as requests:
+                requests.receive_coarse_kv(name)
             self.decode.step(rng.randint(0, 5))
         if rng.random() < 0.2:
-            engine.compute_here(name)
+            with engine.change() as requests:
+                requests.compute_here(name)
         else:
             self._write(lease.pages, name, held)
-            engine.receive_kv(name)
+            with engine.change() as requests:
+                requests.receive_kv(name)
         engine.release_lease(lease)
 
     def _write(self, pages: tuple[int, ...], name: str, held: int, shift: int = 0) -> None:

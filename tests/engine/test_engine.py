@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from kvrail.engine.batch.batch import NOT_DRAWN, SampleRow, SequenceSlice
-from kvrail.engine.request.events import Admitted, Failed, Finished, LayerProgress, Output, Prefilled, PrefillStarted
-from kvrail.engine.request.requests import EngineRequest, WrittenPages
+from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
+from kvrail.engine.request.requests import EngineRequest
 from kvrail.engine.schedule.chunks import BUSY_DECODES, StepBudget
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.values.sampling import FinishReason, SamplingParams
@@ -165,10 +165,12 @@ def test_remote_kv(n):
     assert admitted.awaits_kv and not bench.scheduler.has_work()
     lease = bench.engine.claim_lease("r")
     first = [FirstIndexShift().sample(one_hot(prompt), [row(i)])[0] for i in range(n)]
-    bench.engine.receive_first_tokens("r", first)
+    with bench.engine.change() as requests:
+        requests.receive_first_tokens("r", first)
     assert [bench.tokens("r", i) for i in range(n)] == [[t.token_id] for t in first]  # ahead of the KV
     bench.machine.write(lease.pages, 0, prompt)
-    bench.engine.receive_kv("r")
+    with bench.engine.change() as requests:
+        requests.receive_kv("r")
     bench.engine.release_lease(lease)
     bench.run()
     for index in range(n):
@@ -190,8 +192,10 @@ def test_lost_transfer_is_computed_here(length):
     prompt = list(range(length))
     bench.submit("r", prompt, remote=True)
     lease = bench.engine.claim_lease("r")
-    bench.engine.receive_first_tokens("r", FirstIndexShift().sample(one_hot(prompt), [row(0)]))
-    bench.engine.compute_here("r")
+    with bench.engine.change() as requests:
+        requests.receive_first_tokens("r", FirstIndexShift().sample(one_hot(prompt), [row(0)]))
+    with bench.engine.change() as requests:
+        requests.compute_here("r")
     bench.engine.release_lease(lease)
     bench.run()
     assert bench.tokens("r") == expected(prompt, 8)
@@ -280,9 +284,12 @@ class Written:
     def __init__(self):
         self.written = []
 
-    def layers_written(self, layers, written):
-        assert layers == range(1)
-        self.written.extend(written)
+    def begin(self, written):
+        def layer_written(layer):
+            assert layer == 0
+            self.written.extend(written)
+
+        return layer_written
 
 
 def test_prefill_only_reports_pages_as_they_fill():
@@ -298,22 +305,6 @@ def test_prefill_only_reports_pages_as_they_fill():
     assert bench.machine.read(lease.pages, 25) == list(range(25))
     bench.engine.release_lease(lease)
     bench.engine.check()
-
-
-def test_layers_are_reported_as_ranges_that_follow_each_other():
-    class Listener:
-        def __init__(self):
-            self.calls = []
-
-        def layers_written(self, layers, written):
-            self.calls.append((layers, written))
-
-    listener, written = Listener(), [WrittenPages("p", 0, 2)]
-    progress = LayerProgress(listener, written)
-    for layer in (0, 2, 3):
-        progress(layer)
-    assert [layers for layers, _ in listener.calls] == [range(1), range(1, 3), range(3, 4)]
-    assert all(pages is written for _, pages in listener.calls)  # a listener tells steps apart by this object
 
 
 def test_random_aborts_leak_nothing():

@@ -38,9 +38,11 @@ def test_kv_that_a_peer_sent_is_computed_here_again(ahead, n):
     bench.submit("asked", PROMPT, remote=True, n=n)
     bench.step(2)
     transfer = Transfer(bench, "asked", PROMPT)
-    bench.engine.receive_first_tokens("asked", [SampledToken(expected(PROMPT, 1, i)[0]) for i in range(n)])
+    with bench.engine.change() as requests:
+        requests.receive_first_tokens("asked", [SampledToken(expected(PROMPT, 1, i)[0]) for i in range(n)])
     poison(bench, transfer.lease.pages)
-    bench.engine.receive_kv("asked")
+    with bench.engine.change() as requests:
+        requests.receive_kv("asked")
     transfer.release()
     bench.run()
     for index in range(n):
@@ -125,7 +127,8 @@ def test_drafts_are_withdrawn():
     transfer.coarse()
     bench.step(3)
     poison(bench, transfer.lease.pages[:1])
-    bench.engine.receive_kv("asked")
+    with bench.engine.change() as requests:
+        requests.receive_kv("asked")
     transfer.release()
     bench.run()
     assert bench.tokens("asked") == expected(PROMPT, 8)

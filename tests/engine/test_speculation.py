@@ -130,7 +130,8 @@ def test_requests_for_several_sequences_do_not_draft() -> None:
     bench.submit("r", PROMPT, remote=True, n=2)
     transfer = Transfer(bench, "r", PROMPT)
     first = expected(PROMPT, 1)[0]
-    bench.engine.receive_first_tokens("r", [SampledToken(first), SampledToken((first + 1) % VOCAB)])
+    with bench.engine.change() as requests:
+        requests.receive_first_tokens("r", [SampledToken(first), SampledToken((first + 1) % VOCAB)])
     transfer.coarse()
     assert not bench.engine.pending()
     transfer.exact()
@@ -185,7 +186,8 @@ def test_provisional_requests_get_their_drafts(ahead: bool) -> None:
 
 
 def drop(transfer: Transfer) -> None:
-    transfer.bench.engine.drop_drafts("r")
+    with transfer.bench.engine.change() as requests:
+        requests.drop_drafts("r")
 
 
 def drop_and_draft_again(transfer: Transfer) -> None:

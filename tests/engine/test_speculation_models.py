@@ -190,7 +190,8 @@ def test_a_lost_or_repeated_transfer_changes_nothing(at: int) -> None:
         if lost:
             transfer.lose()
         else:
-            site.engine.drop_drafts("logprobs")
+            with site.engine.change() as requests:
+                requests.drop_drafts("logprobs")
             transfer.write(noise)
             site.run()
             transfer.send_coarse(exact)

@@ -59,7 +59,8 @@ class Traffic:
         if draw < 0.3:
             transfer.coarse(wrong=self.rng.random() < 0.5)
         elif draw < 0.45:
-            self.bench.engine.drop_drafts(transfer.name)
+            with self.bench.engine.change() as requests:
+                requests.drop_drafts(transfer.name)
         elif draw < 0.6:
             self.bench.machine.cells[transfer.lease.pages[-1], 0] += 1  # another stage's frame, while drafts read
         elif draw < 0.85:

@@ -16,11 +16,9 @@ from torch.nn.functional import linear, pad  # noqa: E402
 
 from kvrail.codec.base import CodecError  # noqa: E402
 from kvrail.codec.compact import gpu as compact_gpu  # noqa: E402
-from kvrail.codec.compact import reference as compact_reference  # noqa: E402
 from kvrail.codec.compact.torch_ops import compress as compact  # noqa: E402
 from kvrail.codec.fused.builds import unsupported  # noqa: E402
 from kvrail.codec.papers.tbe import gpu as tbe_gpu  # noqa: E402
-from kvrail.codec.papers.tbe import reference as tbe_reference  # noqa: E402
 from kvrail.codec.papers.tbe.cpu import compress  # noqa: E402
 from kvrail.codec.papers.tbe.format import TbeWeight  # noqa: E402
 from kvrail.config.settings import DEMO_MODEL  # noqa: E402
@@ -34,6 +32,8 @@ from tests.cluster.test_equality import prompt_of  # noqa: E402
 from tests.codec.test_compact import bits, normal, of_bits  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
 from tests.gpu.wide_model import wide_model  # noqa: E402
+from tests.reference import compact as compact_reference  # noqa: E402
+from tests.reference import tbe as tbe_reference  # noqa: E402
 
 SHAPES = [(16, 64), (48, 64), (4096, 4096), (6144, 4096), (10240, 1024), (24576, 512), (896, 960), (1024, 6400)]
 TOKENS = (0, 1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 40, 48, 49, 64, 65, 300)
@@ -183,7 +183,7 @@ async def test_workers_with_such_weights_give_the_plain_ones_tokens(form):
     async def answers(**forms):
         options = {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "bfloat16", "compile": False}
         async with cluster(DEMO_MODEL, **options, **forms) as c:
-            return [(await c.ask(prompt)).tokens for prompt in prompts], c.decode.loaded.fingerprint
+            return [(await c.ask(prompt)).tokens for prompt in prompts], c.decode.model.loaded.fingerprint
 
     plain = await answers()
     assert await answers(weights=form.name) == plain

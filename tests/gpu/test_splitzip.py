@@ -20,10 +20,11 @@ from kvrail.codec.splitzip.one_stage.codec import splitzip, splitzip_channel  # 
 from kvrail.codec.splitzip.one_stage.gpu_decode_kernel import decode_kernel  # noqa: E402
 from kvrail.codec.splitzip.one_stage.gpu_encode_kernel import encode_kernel  # noqa: E402
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_encode  # noqa: E402
-from kvrail.codec.splitzip.tiles import gpu_launch, reference  # noqa: E402
+from kvrail.codec.splitzip.tiles import gpu_launch  # noqa: E402
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode  # noqa: E402
 from kvrail.codec.splitzip.tiles.gpu_pack_kernel import pack_kernel  # noqa: E402
 from kvrail.codec.splitzip.tiles.plan import plans_of  # noqa: E402
+from tests.reference import tiles as reference  # noqa: E402
 
 CODECS = [splitzip, splitzip_channel]
 LARGER = [(2, 9, 64, 8, 128, 128), (1, 3, 64, 8, 128, 64), (3, 2, 16, 4, 96, 80), (1, 4, 130, 2, 66, 34)]

@@ -279,7 +279,7 @@ async def test_the_end_of_the_grace_period_ends_requests_that_are_still_planned(
             planning.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(cluster.service.planner, "chat", endless)
+        monkeypatch.setattr(cluster.service.planner, "plan", endless)
         task = asyncio.create_task(cluster.chat())
         await planning.wait()
         cluster.server.stop()

@@ -6,10 +6,10 @@ import pytest
 
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.prefill.client import GrpcPrefillClient, InprocPrefillClient
-from kvrail.rpc.prefill.replies import serve
+from kvrail.rpc.prefill.client import GrpcPrefillClient
 from kvrail.rpc.server import build_server
 from kvrail.wire.v1 import prefill_pb2_grpc
+from tests.inproc.prefill import InprocPrefillClient, serve
 
 
 class Servicer(prefill_pb2_grpc.PrefillServicer):

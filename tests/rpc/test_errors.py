@@ -59,8 +59,8 @@ async def test_every_error_survives_the_wire(pair, error):
     with pytest.raises(KvrailError) as unary:
         await client.get_status(timeout_s=10)
     with pytest.raises(KvrailError) as early:
-        await client.generate(decode_pb2.GenerateRequest()).read()
-    stream = client.generate(decode_pb2.GenerateRequest(model="m"))
+        await client.events.submit(decode_pb2.GenerateRequest()).read()
+    stream = client.events.submit(decode_pb2.GenerateRequest(model="m"))
     assert (await stream.read()).text == "one"
     with pytest.raises(KvrailError) as late:
         await stream.read()
@@ -74,7 +74,7 @@ async def test_unexpected_exception_is_internal_and_logged_with_the_request_id(p
     servicer, client = pair
     servicer.error = ZeroDivisionError("secret")
     with pytest.raises(KvrailError, match="r-17") as caught:
-        await client.generate(decode_pb2.GenerateRequest(request_id="r-17")).read()
+        await client.events.submit(decode_pb2.GenerateRequest(request_id="r-17")).read()
     assert type(caught.value) is KvrailError and "secret" not in str(caught.value)
     (record,) = [record for record in caplog.records if record.name == "kvrail.rpc.errors"]
     assert "r-17" in record.getMessage() and record.exc_info[0] is ZeroDivisionError

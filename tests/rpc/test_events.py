@@ -16,7 +16,6 @@ from kvrail.errors import (
     RequestCancelledError,
     WorkerUnavailableError,
 )
-from kvrail.rpc import client as client_module
 from kvrail.rpc import events, events_server
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
@@ -83,7 +82,7 @@ async def pair():
 async def test_requests_share_a_stream_and_nothing_else(pair):
     worker, client, _, _ = pair
     orders = ["count 5", "fail 2", "count 1000", "fail 0", "count 1"]
-    streams = [client.generate(ask(order)) for order in orders]
+    streams = [client.events.submit(ask(order)) for order in orders]
     outputs = await asyncio.gather(*(collect(stream) for stream in streams), return_exceptions=True)
     assert outputs[0] == list(range(5)) and outputs[2] == list(range(1000)) and outputs[4] == [0]
     assert isinstance(outputs[1], FrameError) and str(outputs[1]) == "torn at 2"
@@ -93,7 +92,7 @@ async def test_requests_share_a_stream_and_nothing_else(pair):
 
 async def test_output_before_an_error_can_be_read(pair):
     _, client, _, _ = pair
-    stream = client.generate(ask("fail 3"))
+    stream = client.events.submit(ask("fail 3"))
     assert [(await stream.read()).index for _ in range(3)] == [0, 1, 2]
     with pytest.raises(FrameError, match="torn at 3"):
         await stream.read()
@@ -101,8 +100,8 @@ async def test_output_before_an_error_can_be_read(pair):
 
 async def test_cancelling_a_request_ends_it_alone(pair):
     worker, client, _, _ = pair
-    stays = client.generate(ask("hang"))
-    async with client.generate(ask("hang 2")) as leaves:
+    stays = client.events.submit(ask("hang"))
+    async with client.events.submit(ask("hang 2")) as leaves:
         await leaves.read()
         await until(lambda: worker.running == {"hang", "hang 2"})
     await until(lambda: worker.running == {"hang"})
@@ -113,7 +112,7 @@ async def test_cancelling_a_request_ends_it_alone(pair):
 @pytest.mark.parametrize("whole_channel", [False, True])
 async def test_closing_the_stream_ends_all_requests(pair, whole_channel):
     worker, client, _, channel = pair
-    streams = [client.generate(ask(f"hang {i}")) for i in range(1, 6)]
+    streams = [client.events.submit(ask(f"hang {i}")) for i in range(1, 6)]
     await until(lambda: len(worker.running) == 5)
     await (channel.close() if whole_channel else client.close())
     await until(lambda: not worker.running)
@@ -124,14 +123,14 @@ async def test_closing_the_stream_ends_all_requests(pair, whole_channel):
 
 async def test_a_lost_worker_fails_every_request_and_the_next_one(pair):
     worker, client, rpc, _ = pair
-    streams = [client.generate(ask(f"hang {i}")) for i in range(1, 6)]
+    streams = [client.events.submit(ask(f"hang {i}")) for i in range(1, 6)]
     await until(lambda: len(worker.running) == 5)
     await rpc.stop()
     for stream in streams:
         with pytest.raises(WorkerUnavailableError):
             await collect(stream)
     with pytest.raises(WorkerUnavailableError):
-        await collect(client.generate(ask("count 1")))
+        await collect(client.events.submit(ask("count 1")))
 
 
 async def test_the_next_request_after_a_loss_opens_another_stream():
@@ -141,7 +140,7 @@ async def test_the_next_request_after_a_loss_opens_another_stream():
     await rpc.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
         client = DecodeClient(channel)
-        assert await collect(client.generate(ask("count 2"))) == [0, 1]
+        assert await collect(client.events.submit(ask("count 2"))) == [0, 1]
         await rpc.stop()
         again = await build_server()
         again.add_decode(worker)
@@ -150,7 +149,7 @@ async def test_the_next_request_after_a_loss_opens_another_stream():
 
         async def works() -> bool:
             try:
-                return await collect(client.generate(ask("count 3"))) == [0, 1, 2]
+                return await collect(client.events.submit(ask("count 3"))) == [0, 1, 2]
             except WorkerUnavailableError:
                 return False
 
@@ -165,8 +164,8 @@ async def test_a_slow_reader_is_ended_alone(pair, monkeypatch):
     monkeypatch.setattr(events, "MAX_UNREAD_BYTES", 200_000)
     worker, client, _, _ = pair
     overflown = []
-    slow = client.generate(ask("flood 5000", "t" * 100), on_overflow=lambda: overflown.append(True))
-    quick = await collect(client.generate(ask("count 3000", "t" * 100)))
+    slow = client.events.submit(ask("flood 5000", "t" * 100), on_overflow=lambda: overflown.append(True))
+    quick = await collect(client.events.submit(ask("count 3000", "t" * 100)))
     assert quick == list(range(3000))
     await until(lambda: "flood 5000" not in worker.running)
     indices = []
@@ -252,27 +251,27 @@ async def test_a_late_abort_is_harmless(pair):
 async def test_a_request_that_is_cancelled_while_it_is_submitted_ends(pair, turns):
     """Whether it has not left, is on its way or runs already."""
     worker, client, _, _ = pair
-    stays = client.generate(ask("hang"))
+    stays = client.events.submit(ask("hang"))
     await until(lambda: worker.running == {"hang"})
-    leaves = client.generate(ask("hang 2"))
+    leaves = client.events.submit(ask("hang 2"))
     for _ in range(turns * turns):
         await asyncio.sleep(0)
     leaves.cancel()
     with pytest.raises(RequestCancelledError):
         while await leaves.read():
             pass
-    assert await collect(client.generate(ask("count 2"))) == [0, 1]
+    assert await collect(client.events.submit(ask("count 2"))) == [0, 1]
     await until(lambda: worker.running == {"hang"})
     worker.go_on.set()
     assert await collect(stays) == [0]
 
 
 async def test_a_request_that_is_too_large_is_refused_before_it_is_sent(pair, monkeypatch):
-    monkeypatch.setattr(client_module, "MAX_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(events, "MAX_REQUEST_BYTES", 1000)
     _, client, _, _ = pair
     with pytest.raises(InvalidRequestError, match="1000"):
-        client.generate(ask("count 1", "t" * 1000))
-    assert await collect(client.generate(ask("count 1"))) == [0]
+        client.events.submit(ask("count 1", "t" * 1000))
+    assert await collect(client.events.submit(ask("count 1"))) == [0]
 
 
 @pytest.fixture
@@ -283,7 +282,7 @@ def beats_often(monkeypatch):
 
 async def test_requests_that_take_long_are_left_alone(pair, beats_often):
     worker, client, _, _ = pair
-    stays = client.generate(ask("hang"))
+    stays = client.events.submit(ask("hang"))
     await until(lambda: worker.running == {"hang"})
     await asyncio.sleep(1)  # many heartbeats
     worker.go_on.set()
@@ -301,12 +300,12 @@ async def test_a_request_that_the_worker_has_lost_ends_alone(pair, beats_often, 
             await serve(self, submitted)
 
     monkeypatch.setattr(EventSender, "_serve", forgetful)
-    lost, stays = client.generate(ask("lost")), client.generate(ask("hang"))
+    lost, stays = client.events.submit(ask("lost")), client.events.submit(ask("hang"))
     with pytest.raises(WorkerUnavailableError, match="has lost the request"):
         await collect(lost)
     worker.go_on.set()
     assert await collect(stays) == [0]
-    assert await collect(client.generate(ask("count 2"))) == [0, 1]
+    assert await collect(client.events.submit(ask("count 2"))) == [0, 1]
     assert len(worker.streams) == 1
 
 
@@ -320,46 +319,46 @@ async def test_a_silent_stream_is_a_lost_worker(pair, beats_often, monkeypatch):
 
     monkeypatch.setattr(EventSender, "run", silent)
     with pytest.raises(WorkerUnavailableError, match="sends nothing"):
-        await collect(client.generate(ask("count 1")))
+        await collect(client.events.submit(ask("count 1")))
     monkeypatch.setattr(EventSender, "run", sends)
-    assert await collect(client.generate(ask("count 2"))) == [0, 1]  # over another one
+    assert await collect(client.events.submit(ask("count 2"))) == [0, 1]  # over another one
     await until(lambda: not worker.running)
 
 
 async def test_a_submit_without_an_answer_is_a_lost_worker(pair, beats_often, monkeypatch):
     worker, client, _, _ = pair
     monkeypatch.setattr(events, "ANSWER_S", 0.2)
-    stays = client.generate(ask("hang"))
+    stays = client.events.submit(ask("hang"))
     await until(lambda: worker.running == {"hang"})
     start = EventSender.start
     monkeypatch.setattr(EventSender, "start", lambda self, request: time.sleep(0.5) or start(self, request))
     with pytest.raises(WorkerUnavailableError, match="ask another worker"):
-        await collect(client.generate(ask("hang 2")))
+        await collect(client.events.submit(ask("hang 2")))
     with pytest.raises(WorkerUnavailableError):
         await collect(stays)
     monkeypatch.setattr(EventSender, "start", start)
     await until(lambda: not worker.running)
-    assert await collect(client.generate(ask("count 2"))) == [0, 1]
+    assert await collect(client.events.submit(ask("count 2"))) == [0, 1]
 
 
 @pytest.mark.parametrize("method", ["Submit", "Abort"])
 async def test_a_call_that_cannot_be_made_breaks_the_stream(pair, monkeypatch, method):
     worker, client, _, _ = pair
-    assert await collect(client.generate(ask("count 2"))) == [0, 1]
+    assert await collect(client.events.submit(ask("count 2"))) == [0, 1]
 
     def fails(message, timeout):
         raise RuntimeError("no way out")
 
     monkeypatch.setattr(client._events, "_stub", SimpleNamespace(Submit=client._stub.Submit, Abort=client._stub.Abort))
-    stays = client.generate(ask("hang"))
+    stays = client.events.submit(ask("hang"))
     await until(lambda: "hang" in worker.running)
     monkeypatch.setattr(client._events._stub, method, fails)
-    async with client.generate(ask("hang 2")) as leaves:
+    async with client.events.submit(ask("hang 2")) as leaves:
         with contextlib.suppress(WorkerUnavailableError):  # where it cannot be submitted
             await leaves.read()
     with pytest.raises(WorkerUnavailableError, match="no way out"):
         await collect(stays)
-    assert await collect(client.generate(ask("count 2"))) == [0, 1]
+    assert await collect(client.events.submit(ask("count 2"))) == [0, 1]
     await until(lambda: not worker.running)
 
 
@@ -371,13 +370,13 @@ async def test_a_request_that_something_inside_it_cancels_has_an_end(pair, monke
 
     monkeypatch.setattr(worker, "generate", cancelled)
     with pytest.raises(KvrailError, match="internal error"):
-        await collect(client.generate(ask("count 1")))
+        await collect(client.events.submit(ask("count 1")))
 
 
 async def test_a_refused_submit_fails_its_request_and_no_other(pair):
     _, client, _, _ = pair
-    beside = client.generate(ask("count 3"))
-    wrong = client.generate(ask("count 1"), timeout_s=1e10)
+    beside = client.events.submit(ask("count 3"))
+    wrong = client.events.submit(ask("count 1"), timeout_s=1e10)
     with pytest.raises(InvalidRequestError, match="timeout_s is"):
         await collect(wrong)
     assert await collect(beside) == [0, 1, 2]

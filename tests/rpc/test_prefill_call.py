@@ -16,9 +16,9 @@ from kvrail.errors import (
 )
 from kvrail.rpc.prefill import replies as prefill_replies
 from kvrail.rpc.prefill.call import MAX_UNTAKEN
-from kvrail.rpc.prefill.replies import serve
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, PrefillRequest
+from tests.inproc.prefill import serve
 
 REQUEST = PrefillRequest(request_id="r", prompt_token_ids=[1, 2, 3])
 PATIENCE_S = 20

@@ -25,17 +25,19 @@ FRAME = Announcement(b"head", 5, False)
 WORKER = """
 import asyncio
 from kvrail.rpc.server import build_server
-from kvrail.rpc.prefill.replies import serve
+from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1 import prefill_pb2, prefill_pb2_grpc
 
 class Servicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(self, request, context):
-        async def handler(request, replies):
-            replies.accept(prefill_pb2.Accepted())
-            replies.announce(Announcement(b"head", 5, False))
-            await asyncio.Event().wait()
-        await serve(handler, request, context.write)
+        replies = PrefillReplies()
+        await replies.serve(self.answer(replies), context.write)
+
+    async def answer(self, replies):
+        replies.accept(prefill_pb2.Accepted())
+        replies.announce(Announcement(b"head", 5, False))
+        await asyncio.Event().wait()
 
 async def main():
     rpc = await build_server()
@@ -170,7 +172,7 @@ async def test_reply_that_cannot_be_read_is_no_end_of_output():
     reply = decode_pb2.RequestEvents(number=1, replies=[decode_pb2.GenerateReply(text="one")])
     good = decode_pb2.EventBatch(requests=[reply]).SerializeToString()
     async with foreign("kvrail.v1.Decode", "Events", [good, b"\xff\xff"], kind="stream_stream") as channel:
-        stream = DecodeClient(channel).generate(decode_pb2.GenerateRequest())
+        stream = DecodeClient(channel).events.submit(decode_pb2.GenerateRequest())
         assert (await stream.read()).text == "one"
         with pytest.raises(IncompatibleError):
             await stream.read()

@@ -65,7 +65,7 @@ async def test_taken_port_is_a_config_error():
 
 async def test_cancelling_the_call_stops_the_servicer(running):
     _, servicer, channel = running
-    async with DecodeClient(channel).generate(decode_pb2.GenerateRequest()) as stream:
+    async with DecodeClient(channel).events.submit(decode_pb2.GenerateRequest()) as stream:
         assert (await stream.read()).text == "one"
         waiting = asyncio.create_task(stream.read())
         await asyncio.sleep(0)
@@ -77,7 +77,7 @@ async def test_cancelling_the_call_stops_the_servicer(running):
 
 async def test_cancelling_the_reading_task_is_no_error_of_the_call(running):
     _, servicer, channel = running
-    stream = DecodeClient(channel).generate(decode_pb2.GenerateRequest())
+    stream = DecodeClient(channel).events.submit(decode_pb2.GenerateRequest())
     assert (await stream.read()).text == "one"
     reading = asyncio.create_task(stream.read())
     await asyncio.sleep(0.05)
@@ -89,7 +89,7 @@ async def test_cancelling_the_reading_task_is_no_error_of_the_call(running):
 
 async def test_deadline_ends_the_call_on_both_sides(running):
     _, servicer, channel = running
-    stream = DecodeClient(channel).generate(decode_pb2.GenerateRequest(), timeout_s=0.3)
+    stream = DecodeClient(channel).events.submit(decode_pb2.GenerateRequest(), timeout_s=0.3)
     with pytest.raises(DeadlineError):
         [reply async for reply in stream]
     await asyncio.wait_for(servicer.cancelled.wait(), 10)
@@ -103,7 +103,7 @@ async def test_signal_drains_then_stops(running):
     rpc, servicer, channel = running
     draining = asyncio.Event()
     serving = asyncio.create_task(drain(rpc, servicer, 60, draining))
-    stream = DecodeClient(channel).generate(decode_pb2.GenerateRequest())
+    stream = DecodeClient(channel).events.submit(decode_pb2.GenerateRequest())
     assert (await stream.read()).text == "one"
     assert await health(channel) == SERVING and not draining.is_set()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -118,7 +118,7 @@ async def test_signal_drains_then_stops(running):
 async def test_grace_ends_by_time_or_by_a_second_signal(running, signals, caplog):
     rpc, servicer, channel = running
     serving = asyncio.create_task(drain(rpc, servicer, 0.05 if signals == 1 else 3600, asyncio.Event()))
-    stream = DecodeClient(channel).generate(decode_pb2.GenerateRequest())
+    stream = DecodeClient(channel).events.submit(decode_pb2.GenerateRequest())
     assert (await stream.read()).text == "one"
     for _ in range(signals):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -12,11 +12,11 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.prefill.client import GrpcPrefillClient
-from kvrail.rpc.prefill.replies import serve
 from kvrail.rpc.server import build_server
 from kvrail.security.tls import Material, Tls
 from kvrail.wire.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.certificates import Authority
+from tests.inproc.prefill import serve
 
 
 class Decode:
@@ -84,7 +84,7 @@ async def prefill_status(port, **options):
 async def generate(port, **options):
     async with (
         open_channel(f"127.0.0.1:{port}", **options) as channel,
-        DecodeClient(channel).generate(decode_pb2.GenerateRequest(), timeout_s=20) as replies,
+        DecodeClient(channel).events.submit(decode_pb2.GenerateRequest(), timeout_s=20) as replies,
     ):
         return (await replies.read()).text
 
@@ -201,7 +201,7 @@ async def test_certificates_change_under_a_running_stream(worker, authority, mon
     tls = authority.tls("router")
     async with open_channel(f"127.0.0.1:{worker.port}", tls=tls) as channel:
         client = DecodeClient(channel)
-        async with client.generate(decode_pb2.GenerateRequest(), timeout_s=60) as replies:
+        async with client.events.submit(decode_pb2.GenerateRequest(), timeout_s=60) as replies:
             assert (await replies.read()).text == "one"
             before = tls.material()
             authority.made = type(authority.made)(*_other_ca())  # another CA altogether

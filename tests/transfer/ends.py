@@ -17,8 +17,8 @@ from kvrail.transfer.send_queue import SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.base import Peer
-from kvrail.transport.inproc import InprocTransport
 from kvrail.values.layout import KVLayout
+from tests.inproc.transport import InprocTransport
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, key_dim=8, value_dim=6, page_size=16, dtype="bfloat16")
 TOKENS = 10 * 16 + 5
@@ -66,7 +66,7 @@ class Observer:
     """Adds up what it is told."""
 
     def __init__(self):
-        self.raw_sent = self.raw_landed = self.held_bytes = self.kept_bytes = self.frames = 0
+        self.raw_sent = self.raw_landed = self.held_bytes = self.kept_bytes = self.frames = self.coarse_times = 0
 
     def encoded(self, codec, seconds, stats):
         assert seconds > 0 and stats.values
@@ -83,6 +83,9 @@ class Observer:
     def decoded(self, header, payload_bytes, seconds):
         self.raw_landed += header.spec.raw_bytes * (header.stage == header.num_stages - 1)
 
+    def coarse(self):
+        self.coarse_times += 1
+
     def kept(self, change):
         self.kept_bytes += change
 
@@ -98,12 +101,8 @@ class Transfers:
         self.transport, self.key = InprocTransport(), next(keys)
         self.held_pages = held_pages
         self.executor = ThreadPoolExecutor(2)
-        self.coarse = 0
         self.silence_s = silence_s
         self.outgoing = Outgoing("r", LAYOUT, self.codec, TOKENS, held_pages, frame_bytes)
-
-    def began_coarse(self):
-        self.coarse += 1
 
     async def send(self):
         payload_sender = await self.transport.sender(NEVER, self.key)
@@ -138,9 +137,7 @@ class Transfers:
         transfer = Transfer(
             "r", self.codec.name, self.codec.num_stages, spec, self.held_pages, recent, self.codec.parameters_id
         )
-        return PageReceiver(
-            transfer, self.codec, self.sink, self.executor, self.observer, self.silence_s, self.began_coarse
-        )
+        return PageReceiver(transfer, self.codec, self.sink, self.executor, self.observer, self.silence_s)
 
     async def receive(self):
         while self.key not in self.transport._attempts:

@@ -15,7 +15,7 @@ Layout = TypeVar("Layout", contravariant=True)
 
 
 class Backend(Protocol[Coding, Layout]):
-    """A module of a codec, `cpu`, `gpu` or `reference`, whose functions these are; mypy holds each to it in codec.py.
+    """A module of a codec, `cpu` or `gpu`, whose functions these are; mypy holds each to it in codec.py.
 
     Coding: what both ends know of a block before any of its bytes: plans and parameters. Layout: what payload.py found,
     and checked, in a payload's header. All backends of a codec make the same bytes and write the same values.

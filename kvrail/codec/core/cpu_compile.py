@@ -64,12 +64,17 @@ def compiled_when_called(function: Callable[..., Any]) -> Any:
 def _kept(function: Callable[..., Any]) -> Any:
     """A kernel that is loaded from numba's cache, or compiled and kept there by one process at a time."""
     kernel: Any = njit(nogil=True, cache=True)(function)
-    lock = Path(kernel.stats.cache_path) / LOCK
+    folder = Path(kernel.stats.cache_path)
     load_or_compile = kernel.compile
 
     def compile_alone(signature: Any) -> Any:
-        with _alone(lock, function.__name__):
-            return load_or_compile(signature)
+        with _alone(folder / LOCK, function.__name__):
+            try:
+                return load_or_compile(signature)
+            except (ImportError, AttributeError):  # kept by another version, with types that are gone
+                for index in folder.glob(f"*{function.__name__}-*.nbi"):
+                    index.unlink(missing_ok=True)
+                return load_or_compile(signature)
 
     kernel.compile = compile_alone
     return kernel

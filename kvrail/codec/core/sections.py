@@ -12,6 +12,8 @@ codec, stage, parameters, shape and element type are in the frame's head (kvrail
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, Protocol, TypeVar
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.arrays import Bytes
@@ -81,3 +83,63 @@ def parsed_header(payload: Bytes) -> tuple[Raw, Counts]:
     if flags > 3 or any(end):
         raise CodecError(f"a payload's header has flags {flags} and ends in {end.hex()}; it has flags 0 to 3 and zeros")
     return (bool(flags & 1), bool(flags & 2)), (keys, more_keys, values, more_values)
+
+
+class PayloadPart(Protocol):
+    """What a payload has of keys or of values."""
+
+    @property
+    def raw(self) -> bool:
+        """Whether it travels as it is."""
+        ...
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes whose place does not depend on the data, padding included."""
+        ...
+
+    @property
+    def variable_bytes(self) -> int:
+        """Bytes whose number depends on the data, padding included."""
+        ...
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Its counts in the header."""
+        ...
+
+
+PartT = TypeVar("PartT", bound=PayloadPart)
+
+
+@dataclass(frozen=True)
+class PairLayout(Generic[PartT]):
+    """The layout of a payload: header, what is fixed of keys and of values, then what is variable of each."""
+
+    parts: tuple[PartT, PartT]
+
+    @cached_property
+    def offsets(self) -> tuple[int, int]:
+        """Where what is fixed begins."""
+        return HEADER_BYTES, HEADER_BYTES + self.parts[0].fixed_bytes
+
+    @cached_property
+    def streams(self) -> tuple[int, int]:
+        """Where what is variable begins."""
+        first = self.offsets[1] + self.parts[1].fixed_bytes
+        return first, first + self.parts[0].variable_bytes
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.streams[1] + self.parts[1].variable_bytes
+
+    def header(self) -> bytes:
+        """The first HEADER_BYTES bytes."""
+        keys, values = self.parts
+        return packed_header((keys.raw, values.raw), (*keys.counts, *values.counts))
+
+    def check_size(self, payload: Bytes) -> None:
+        """Raise CodecError where a payload has another size."""
+        if payload.size != self.size:
+            raise CodecError(f"a payload has {payload.size} bytes; by its header it has {self.size}")

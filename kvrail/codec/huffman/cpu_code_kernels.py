@@ -1,6 +1,6 @@
 """Canonical Huffman codes of bytes: lengths from counts, codes from lengths, and the tables that decode them.
 
-README.md has the rules; reference.py is the same in plain Python.
+README.md has the rules; tests/reference/huffman.py is the same in plain Python.
 """
 
 # Numba gives arguments their types.

@@ -81,7 +81,7 @@ class IntegerEncoding:
                 _fill(target, tensor if part.raw else sections[start : start + part.fixed_bytes])
                 if part.raw_pages:
                     pages = tensor.flatten(0, 1).index_select(0, found[number].to(tensor.device))
-                    _fill(self._host[self._layout.tails[number] :], pages)
+                    _fill(self._host[self._layout.streams[number] :], pages)
         _complete(self._host.numpy(), self._layout)
 
 
@@ -114,7 +114,7 @@ class IntegerCodec(Codec):
         source = host_bytes(self.name, payloads[0])
         layout = parse(source, out.spec, self._code)
         uploaded = to_device(source, out.device)
-        starts = zip(layout.parts, layout.offsets, layout.tails, strict=True)
+        starts = zip(layout.parts, layout.offsets, layout.streams, strict=True)
         out.scatter(Block(*(_restored(source, uploaded, *each) for each in starts)))
 
 
@@ -153,7 +153,7 @@ def _complete(host: Bytes, layout: Layout) -> None:
     """Write a payload's header and the zeros between its sections."""
     host[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
     ends = []
-    for part, start, tail in zip(layout.parts, layout.offsets, layout.tails, strict=True):
+    for part, start, tail in zip(layout.parts, layout.offsets, layout.streams, strict=True):
         if part.raw:
             ends.append(start + part.plan.pages * part.plan.page_bytes)
         else:

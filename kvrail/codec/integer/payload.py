@@ -1,7 +1,7 @@
 """The payload of a block. README.md has the layout; nothing here computes codes."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ import torch
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, parsed_header
+from kvrail.codec.core.sections import PairLayout, aligned, parsed_header
 from kvrail.codec.integer.format import FORMATS, IntegerCode
 from kvrail.codec.integer.plan import TensorPlan
 
@@ -31,37 +31,17 @@ class Part:
         return aligned(self.plan.pages * self.plan.page_bytes) if self.raw else self.plan.coded_bytes
 
     @property
-    def tail_bytes(self) -> int:
+    def variable_bytes(self) -> int:
         """Bytes of the raw pages, padding included."""
         return aligned(self.raw_pages * self.plan.page_bytes)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Raw pages, and zero."""
+        return self.raw_pages, 0
 
-@dataclass(frozen=True)
-class Layout:
-    """The layout of one payload."""
 
-    parts: tuple[Part, Part]
-
-    @cached_property
-    def offsets(self) -> tuple[int, int]:
-        """Where the sections, or elements, of keys and values begin."""
-        return HEADER_BYTES, HEADER_BYTES + self.parts[0].fixed_bytes
-
-    @cached_property
-    def tails(self) -> tuple[int, int]:
-        """Where the raw pages of keys and values begin."""
-        first = self.offsets[1] + self.parts[1].fixed_bytes
-        return first, first + self.parts[0].tail_bytes
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self.tails[1] + self.parts[1].tail_bytes
-
-    def header(self) -> bytes:
-        """The first HEADER_BYTES bytes. Counts: raw pages of keys, zero, of values, zero."""
-        keys, values = self.parts
-        return packed_header((keys.raw, values.raw), (keys.raw_pages, 0, values.raw_pages, 0))
+Layout = PairLayout[Part]
 
 
 @lru_cache(maxsize=256)
@@ -77,8 +57,7 @@ def plans_of(spec: BlockSpec, code: IntegerCode) -> tuple[TensorPlan, TensorPlan
 def parse(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
     """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
     layout = _parse_header(payload, spec, code)
-    if payload.size != layout.size:
-        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
+    layout.check_size(payload)
     for part, start in zip(layout.parts, layout.offsets, strict=True):
         if not part.raw:
             _check_sections(payload[start : start + part.fixed_bytes], part)

@@ -1,6 +1,6 @@
 """What the engine reports: each request's events, up to Prefilled, Finished or Failed, and the layers of prefills."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,22 +111,9 @@ Delivery = Sequence[tuple[str, Event]]
 class LayerListener(Protocol):
     """Learns which pages a prefill completes, layer by layer. Called on the engine's thread; must not block."""
 
-    def layers_written(self, layers: range, written: Sequence[WrittenPages]) -> None:
-        """The work of these layers of a step is enqueued, and completes these pages of each layer.
+    def begin(self, written: Sequence[WrittenPages]) -> Callable[[int], None]:
+        """A step begins that completes these pages of each layer.
 
-        Over a step the ranges follow each other from the first layer to the last, and `written` is one object.
+        What is returned is called, as a runner's `on_layer`, with the last layer whose work is enqueued.
         """
-
-
-class LayerProgress:
-    """Reports one step to a listener: called with the last layer whose work is enqueued, as a runner's `on_layer`."""
-
-    def __init__(self, listener: LayerListener, written: Sequence[WrittenPages]) -> None:
-        self._listener = listener
-        self._written = written
-        self._begin = 0
-
-    def __call__(self, layer: int) -> None:
-        """The work of all layers up to this one is enqueued."""
-        layers, self._begin = range(self._begin, layer + 1), layer + 1
-        self._listener.layers_written(layers, self._written)
+        ...

@@ -138,7 +138,10 @@ class RequestTracker:
     # -- transfers -----------------------------------------------------------------------------------------------
 
     def receive_first_tokens(self, request_id: str, tokens: Sequence[SampledToken]) -> None:
-        """First tokens drawn by another worker. A sequence that lives on takes over the pages that await KV."""
+        """The first token of each of the n sequences, drawn by the prefill worker; their output is emitted at once.
+
+        A sequence that lives on takes over the pages that await KV. Unknown ids are ignored, here and below.
+        """
         state = self._requests.get(request_id)
         if state is None:
             return
@@ -155,26 +158,29 @@ class RequestTracker:
         self._begin_drafting(state)
 
     def receive_coarse_kv(self, request_id: str) -> None:
-        """A transfer has filled the prompt's pages with a coarse form of its KV."""
+        """The prompt's pages hold a coarse form of its KV: once the first token is here, the request drafts on it.
+
+        A request with n > 1 does not draft.
+        """
         if state := self._requests.get(request_id):
             state.coarse = True
             self._begin_drafting(state)
 
     def receive_kv(self, request_id: str) -> None:
-        """A transfer has filled the prompt's pages exactly."""
+        """A transfer has filled the prompt's pages exactly; the first tokens came before it. Drafts are verified."""
         if (state := self._requests.get(request_id)) and (sequence := state.receiving()):
             self._scheduler.received(sequence)
             self._queue_deferred(state)
 
     def drop_drafts(self, request_id: str) -> None:
-        """The pages no longer hold coarse KV, or will not for long: forget the drafts and make no more."""
+        """Another transfer begins to overwrite the pages: forget the drafts, make none before `receive_coarse_kv`."""
         if (state := self._requests.get(request_id)) and (sequence := state.receiving()):
             state.coarse = False
             self._scheduler.drop_drafts(sequence)
             self._report_dropped()
 
     def compute_here(self, request_id: str) -> None:
-        """A transfer failed for good: this engine computes the prompt."""
+        """A transfer failed for good: forget the drafts and compute the prompt's KV in this engine."""
         if (state := self._requests.get(request_id)) and (sequence := state.receiving()):
             self._scheduler.compute_here(sequence)
             self._report_dropped()

@@ -1,16 +1,14 @@
-"""Calls of a prefill worker: over gRPC, or to one that lives in the same event loop."""
+"""Calls of a prefill worker over gRPC."""
 
-import asyncio
 import functools
 from typing import Protocol
 
 import grpc
 import grpc.aio
 
-from kvrail.errors import DeadlineError, IncompatibleError, RequestCancelledError, WorkerUnavailableError
+from kvrail.errors import IncompatibleError, RequestCancelledError, WorkerUnavailableError
 from kvrail.rpc.errors import from_rpc_error
 from kvrail.rpc.prefill.call import Deliver, PrefillCall
-from kvrail.rpc.prefill.replies import Handler, serve
 from kvrail.wire.v1 import prefill_pb2_grpc
 from kvrail.wire.v1.prefill_pb2 import PrefillRequest
 
@@ -59,24 +57,3 @@ class GrpcPrefillClient:
             raise failure from error
         finally:
             call.cancel()
-
-
-class InprocPrefillClient:
-    """Calls a prefill worker that lives in this event loop."""
-
-    host = ""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-
-    def prefill(self, request: PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
-        """Begin a call; it opens at the event loop's next turn. Past `timeout_s` it ends with DeadlineError."""
-
-        async def feed(deliver: Deliver) -> None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await serve(self._handler, request, deliver)
-            except TimeoutError as error:
-                raise DeadlineError(f"the prefill call's {timeout_s} s are over") from error
-
-        return PrefillCall(feed)

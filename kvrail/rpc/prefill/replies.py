@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError, reason_of
@@ -18,7 +18,6 @@ from kvrail.wire.v1.prefill_pb2 import (
     FrameAnnounced,
     Heartbeat,
     PrefillReply,
-    PrefillRequest,
     TransferDone,
 )
 
@@ -89,7 +88,41 @@ class PrefillReplies:
             self._replies.clear()
         self._changed.wake()
 
-    async def take(self) -> PrefillReply:
+    async def serve(self, work: Coroutine[Any, Any, None], deliver: Deliver) -> None:
+        """Run `work`, which answers here and commits, and deliver the replies. When this ends, `work` has ended.
+
+        If `deliver` raises or this is cancelled, the receiver is gone: the work is cancelled, and other users of these
+        replies get TransferAbortedError. Raises what the work raises, WorkerUnavailableError if something else cancels
+        it, KvrailError if it ends without a commit, TransferAbortedError if the receiver takes no replies.
+        """
+        task = asyncio.create_task(work, name="prefill call")
+        task.add_done_callback(lambda task: self.close(_ending(task)))
+        try:
+            done = False
+            while not done:
+                reply = await self._take()
+                done = reply.HasField("done")
+                try:
+                    async with asyncio.timeout(TAKEN_WITHIN_S):
+                        await deliver(reply)
+                except TimeoutError:
+                    raise TransferAbortedError(f"the receiver took no reply for {TAKEN_WITHIN_S:g} s") from None
+                except asyncio.CancelledError:
+                    if done:  # it may have left: a receiver that goes now has it, or no longer wants it
+                        self._finish()
+                    raise
+            self._finish()
+            await asyncio.wait((task,))
+        finally:
+            if not self._finished:  # else the work ends by itself, even if the receiver leaves before
+                self.close(TransferAbortedError("the receiver went away"))
+                task.cancel()
+            await settled(task)
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, Exception) and not isinstance(error, KvrailError) and error is not self._failure:
+                log.error("a prefill call failed after its end", exc_info=error)
+
+    async def _take(self) -> PrefillReply:
         """Take what goes out next. Raises what `close` was given."""
         while self._failure is None:
             if self._replies:
@@ -97,20 +130,10 @@ class PrefillReplies:
             await self._changed.wait()
         raise self._failure
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Note that the end has left; `commit` returns."""
         self._finished = True
         self._changed.wake()
-
-    @property
-    def failure(self) -> Exception | None:
-        """What ended the call early, if anything did."""
-        return self._failure
-
-    @property
-    def finished(self) -> bool:
-        """Whether the end has left."""
-        return self._finished
 
     def _put(self, reply: PrefillReply) -> None:
         if self._failure is not None:
@@ -128,49 +151,9 @@ class PrefillReplies:
         return TransferAbortedError(f"the transfer ended early: {reason_of(self._failure)}")
 
 
-Handler = Callable[[PrefillRequest, PrefillReplies], Coroutine[Any, Any, None]]
-"""What a prefill worker does for one call: answers through its second argument and commits, or raises."""
-
-
 def _ending(task: asyncio.Task[None]) -> Exception:
     """Why nothing follows once the handler has ended, unless it has committed."""
     if task.cancelled():
         return WorkerUnavailableError("the prefill worker stopped during a call")
     error = task.exception()
     return error if isinstance(error, Exception) else KvrailError("the prefill worker ended a call without a commit")
-
-
-async def serve(handler: Handler, request: PrefillRequest, deliver: Deliver) -> None:
-    """Run a handler and deliver its replies until the last one. When this returns or raises, the handler has ended.
-
-    If `deliver` raises or this is cancelled, the receiver is gone: the handler is cancelled, and other users of its
-    replies get TransferAbortedError. Raises what the handler raises, WorkerUnavailableError if something else cancels
-    it, KvrailError if it ends without a commit, TransferAbortedError if the receiver takes no replies.
-    """
-    replies = PrefillReplies()
-    task = asyncio.create_task(handler(request, replies), name="prefill call")
-    task.add_done_callback(lambda task: replies.close(_ending(task)))
-    try:
-        done = False
-        while not done:
-            reply = await replies.take()
-            done = reply.HasField("done")
-            try:
-                async with asyncio.timeout(TAKEN_WITHIN_S):
-                    await deliver(reply)
-            except TimeoutError:
-                raise TransferAbortedError(f"the receiver took no reply for {TAKEN_WITHIN_S:g} s") from None
-            except asyncio.CancelledError:
-                if done:  # it may have left: a receiver that goes now has it, or no longer wants it
-                    replies.finish()
-                raise
-        replies.finish()
-        await asyncio.wait((task,))
-    finally:
-        if not replies.finished:  # else the handler ends by itself, even if the receiver leaves before
-            replies.close(TransferAbortedError("the receiver went away"))
-            task.cancel()
-        await settled(task)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception) and not isinstance(error, KvrailError) and error is not replies.failure:
-            log.error("a prefill call failed after its end", exc_info=error)

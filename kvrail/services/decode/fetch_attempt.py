@@ -4,8 +4,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Collection, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Self
 
@@ -13,10 +13,10 @@ from kvrail.codec.base import Codec
 from kvrail.codec.frame import FrameHeader
 from kvrail.engine.batch.batch import SampledToken
 from kvrail.engine.kv.leases import PageLease
-from kvrail.engine.model.loader import LoadedModel
 from kvrail.errors import IncompatibleError, KvrailError
 from kvrail.rpc.prefill.client import PrefillClient
 from kvrail.runtime.logs import exemplar
+from kvrail.runtime.tuning import compute_with
 from kvrail.services.decode.choice import LinkSample
 from kvrail.services.decode.progress import Progress, Received
 from kvrail.telemetry.moments import Moment
@@ -38,25 +38,32 @@ from kvrail.wire.convert import (
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker.access import EngineAccess
 from kvrail.worker.observing import KVMeters, ReceivedKV
+from kvrail.worker.status import ServedModel
 from kvrail.worker.transports import Transports
 
 logger = logging.getLogger("kvrail.decode")
 
+DECODER_THREADS = 4
 
-@dataclass
+
+def _decoder_threads() -> Executor:
+    return ThreadPoolExecutor(DECODER_THREADS, "decode", compute_with, (1,))
+
+
+@dataclass(slots=True)
 class FetchParts:
     """What every attempt of a decode worker uses.
 
-    executor: its threads check and decode. silence_s: longest silence of a prefill worker.
+    silence_s: longest silence of a prefill worker. executor: its threads check and decode.
     """
 
+    model: ServedModel
     access: EngineAccess
-    model: LoadedModel
     meters: KVMeters
     transports: Transports
-    executor: Executor
     silence_s: float
     max_frame_bytes: int
+    executor: Executor = field(default_factory=_decoder_threads)
 
 
 class FetchAttempt:
@@ -157,7 +164,7 @@ class FetchAttempt:
             sampling=sampling_to_proto(self._request.params),
             handshake=prefill_pb2.Handshake(
                 protocol_version=PROTOCOL_VERSION,
-                model_fingerprint=parts.model.fingerprint,
+                model_fingerprint=parts.model.loaded.fingerprint,
                 layout=layout_to_proto(parts.access.layout),
                 codecs=[
                     prefill_pb2.OfferedCodec(name=codec.name, parameters_id=codec.parameters_id)
@@ -212,42 +219,46 @@ class FetchAttempt:
             first_recent_page(len(self._request.prompt_ids), layout.page_size),
             codec.parameters_id,
         )
-        observer = _Watching(parts.meters, self._progress.spans, self.received, self.crossing)
-        receiver = PageReceiver(
-            transfer, codec, self._pages, parts.executor, observer, parts.silence_s, self._begin_drafting
-        )
+        observer = _Watching(parts.meters, self._progress.spans, self)
+        receiver = PageReceiver(transfer, codec, self._pages, parts.executor, observer, parts.silence_s)
         self._call.on_heartbeat = receiver.not_silent
         await receiver.run(self._call.announced, self._payloads)
 
-    def _begin_drafting(self) -> None:
+    def begin_drafting(self) -> None:
         """The pages hold a coarse form of the KV."""
         if not self.drafting:
             self._timeline.mark(Moment.KV_COARSE)
             self.drafting = True
-            self._parts.access.engine.receive_coarse_kv(self._request.request_id)
+            with self._parts.access.engine.change() as requests:
+                requests.receive_coarse_kv(self._request.request_id)
 
     async def _take_first_tokens(self) -> None:
         message = await self._call.first_token()
-        found = first_tokens_from_proto(message, self._request.params, self._parts.model.vocab_size)
+        found = first_tokens_from_proto(message, self._request.params, self._parts.model.loaded.vocab_size)
         self._timeline.merge(marks_from_proto(message.marks), Moment.PREFILL_QUEUED)
         tokens = [SampledToken(*each) for each in found]
-        self._parts.access.engine.receive_first_tokens(self._request.request_id, tokens)
+        with self._parts.access.engine.change() as requests:
+            requests.receive_first_tokens(self._request.request_id, tokens)
 
 
 class _Watching(ReceivedKV):
-    """Counts, and times the link."""
+    """Counts what an attempt receives, times its link, and has the request draft."""
 
-    def __init__(self, meters: KVMeters, spans: SpanLog | None, received: Received, crossing: LinkSample) -> None:
+    def __init__(self, meters: KVMeters, spans: SpanLog | None, attempt: FetchAttempt) -> None:
         super().__init__(meters, spans)
-        self._received = received
-        self._crossing = crossing
+        self._attempt = attempt
 
     def arrived(self, payload_bytes: int, waited_s: float, crossing_s: float) -> None:
         """A frame is here."""
         super().arrived(payload_bytes, waited_s, crossing_s)
-        self._crossing.add(payload_bytes, crossing_s)
+        self._attempt.crossing.add(payload_bytes, crossing_s)
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame is in the pages."""
         super().decoded(header, payload_bytes, seconds)
-        self._received.payload_bytes, self._received.raw_bytes = self.payload_bytes, self.raw_bytes
+        received = self._attempt.received
+        received.payload_bytes, received.raw_bytes = self.payload_bytes, self.raw_bytes
+
+    def coarse(self) -> None:
+        """The pages hold a coarse form of the KV."""
+        self._attempt.begin_drafting()

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Protocol
 
@@ -10,7 +9,6 @@ from kvrail.codec.base import Codec
 from kvrail.config.settings import DecodeSettings
 from kvrail.errors import InvalidRequestError
 from kvrail.rpc.prefill.client import PrefillClient
-from kvrail.runtime.tuning import compute_with
 from kvrail.services.decode.choice import Chooser
 from kvrail.services.decode.fetch_attempt import FetchParts
 from kvrail.services.decode.local import LOCAL_FALLBACK_TOKENS, LocalFallbacks, LocalPrefill
@@ -18,12 +16,9 @@ from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, Pre
 from kvrail.services.decode.progress import Progress
 from kvrail.worker.budgets import helping_tokens
 from kvrail.worker.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
-from kvrail.worker.process import Worker
-from kvrail.worker.transports import Transports
 
 logger = logging.getLogger("kvrail.decode")
 
-DECODER_THREADS = 4
 AVOIDED_S = 300.0
 """A transport by which nothing came from a worker is not offered to it for this long, if there is another."""
 
@@ -45,36 +40,24 @@ class Fetcher:
 
     def __init__(
         self,
-        worker: Worker,
+        parts: FetchParts,
         settings: DecodeSettings,
         codecs: Codecs,
-        transports: Transports,
         asked_codec: str,
         first_codec: str,
         workers: PrefillWorkers,
     ) -> None:
-        executor = ThreadPoolExecutor(
-            DECODER_THREADS, thread_name_prefix="decode", initializer=compute_with, initargs=(1,)
-        )
-        self.parts = FetchParts(
-            worker.access,
-            worker.loaded,
-            worker.meters,
-            transports,
-            executor,
-            settings.transfer_timeout_s,
-            settings.max_frame_bytes,
-        )
+        self.parts = parts
         self.workers = workers
         self.breakers = Breakers()
         self.fallbacks = LocalFallbacks(LOCAL_FALLBACK_TOKENS)
-        self.chooser = Chooser(worker.meters.transfers, settings.max_drafts, first_codec)
+        self.chooser = Chooser(parts.meters.transfers, settings.max_drafts, first_codec)
         self._codecs = codecs
         self._asked_codec = asked_codec
         self._allowed = AllowedWorkers(settings.allowed_prefill_workers)
         self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
         self._here = LocalPrefill(
-            settings.local_prefill_tokens, lambda: worker.engine.step_cost.prefill, helping_tokens(settings)
+            settings.local_prefill_tokens, lambda: parts.access.engine.step_cost.prefill, helping_tokens(settings)
         )
 
     def codec_for(self, asked: str, *, exact: bool = False) -> str:
@@ -112,7 +95,7 @@ class Fetcher:
         for name in self._codecs.automatic:
             try:
                 self.chooser.costs[name] = await self._codecs.measured(
-                    name, self.parts.model, on_device=self.parts.transports.on_device
+                    name, self.parts.model.loaded, on_device=self.parts.transports.on_device
                 )
             except CodecChoiceError as error:
                 logger.warning("codec %s: skipping one codec: %s", AUTO, error)

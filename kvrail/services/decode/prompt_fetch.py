@@ -120,7 +120,8 @@ class PromptFetch:
                 if await self._from_worker(target.address, breaker, attempt):
                     return True
                 if attempt.drafting:  # the next transfer writes the same pages
-                    self._access.engine.drop_drafts(self._request.request_id)
+                    with self._access.engine.change() as requests:
+                        requests.drop_drafts(self._request.request_id)
             return False
         finally:
             self._access.engine.release_lease(lease)
@@ -157,7 +158,8 @@ class PromptFetch:
     def _commit(self, address: str) -> None:
         """A worker has filled the pages: the engine goes on with them at once."""
         progress, received = self._progress, self._progress.received
-        self._access.engine.receive_kv(self._request.request_id)
+        with self._access.engine.change() as requests:
+            requests.receive_kv(self._request.request_id)
         progress.committed = True
         progress.invariance.received(address, received.numerics)
         if (exposed := progress.exposed_s()) is not None:
@@ -186,4 +188,5 @@ class PromptFetch:
         logger.warning("no prefill worker could be used; the prompt is computed here")
         self._computing_here = True
         progress.prefill_worker, progress.received = "", Received()
-        self._access.engine.compute_here(request.request_id)
+        with self._access.engine.change() as requests:
+            requests.compute_here(request.request_id)

@@ -9,9 +9,10 @@ import grpc.aio
 
 from kvrail.engine.request.events import Admitted, Finished, Output, Recomputed
 from kvrail.engine.request.requests import EngineRequest, Resumed
-from kvrail.errors import WorkerUnavailableError
+from kvrail.grammar import Grammars
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.events_server import RequestContext
+from kvrail.runtime.drain import ActiveCalls
 from kvrail.runtime.logs import bound_request_id
 from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.invariance import InvarianceTracker
@@ -19,24 +20,34 @@ from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.prompt_fetch import PromptFetch
 from kvrail.services.decode.trace import DecodeTrace
 from kvrail.telemetry.moments import Timeline
+from kvrail.telemetry.tracing import Tracing
 from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2
 from kvrail.worker.codecs import AUTO
-from kvrail.worker.process import Worker
+from kvrail.worker.status import StatusReporter
 
 
 class DecodeServicer:
     """Serves kvrail.v1.Decode."""
 
     def __init__(
-        self, worker: Worker, fetcher: Fetcher, transports: Sequence[str], withheld_codecs: Sequence[str]
+        self,
+        reporter: StatusReporter,
+        fetcher: Fetcher,
+        grammars: Grammars,
+        calls: ActiveCalls,
+        tracing: Tracing | None,
+        withheld_codecs: Sequence[str],
     ) -> None:
-        """withheld_codecs: lossy ones that cannot be asked for."""
-        self._worker = worker
+        """calls: takes note of each. tracing: exports its spans. withheld_codecs: lossy, and cannot be asked for."""
+        self._reporter = reporter
         self._fetcher = fetcher
-        self._transports = transports
+        self._model, self._access = fetcher.parts.model, fetcher.parts.access
+        self._grammars = grammars
+        self._active = calls
+        self._tracing = tracing
         self._withheld_codecs = withheld_codecs
-        self._invariance = InvarianceTracker(worker.numerics)
+        self._invariance = InvarianceTracker(self._model.numerics)
         self._calls = itertools.count(1)  # a request that is asked for again must not meet its first call
 
     @maps_errors
@@ -44,7 +55,7 @@ class DecodeServicer:
         self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.WorkerStatus:
         """Report identity, limits and load."""
-        status = self._worker.status(request, self._transports)
+        status = self._reporter.report(request)
         status.codecs.append(AUTO)
         status.step_cost.fetch_each = self._fetcher.fetch_s()
         status.withheld_codecs.extend(self._withheld_codecs)
@@ -52,7 +63,7 @@ class DecodeServicer:
 
     async def generate(self, request: decode_pb2.GenerateRequest, context: RequestContext) -> None:
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
-        with bound_request_id(request.request_id), self._worker.calls.track():
+        with bound_request_id(request.request_id), self._active.track():
             codec = self._check(request)
             workers = await self._fetcher.may_ask(request.prefill_workers, request.prefill_instances)
             params = sampling_from_proto(request.sampling)
@@ -69,12 +80,12 @@ class DecodeServicer:
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),
                 client=request.client,
-                grammar=await self._worker.grammars.get(params.grammar, request.client),
+                grammar=await self._grammars.get(params.grammar, request.client),
                 scored=request.scored_tokens,
                 cache_salt=request.cache_salt,
             )
             timeline = Timeline()
-            trace = DecodeTrace.begin(self._worker.tracing, request, timeline)
+            trace = DecodeTrace.begin(self._tracing, request, timeline)
             progress = Progress(asked, self._invariance, request.provisional, request.trace, trace, timeline)
             with trace.following(progress) if trace else contextlib.nullcontext():
                 fetch = PromptFetch(self._fetcher, progress, workers, codec, context.time_remaining())
@@ -82,7 +93,7 @@ class DecodeServicer:
 
     async def _follow(self, progress: Progress, fetch: PromptFetch, context: RequestContext) -> None:
         """Have the engine generate, and send the caller its output."""
-        events = self._worker.access.open(progress.request)
+        events = self._access.events.open(self._access.engine, progress.request)
         try:
             async for event in events:
                 if isinstance(event, Finished) and progress.spans is not None:
@@ -103,18 +114,7 @@ class DecodeServicer:
 
     def _check(self, request: decode_pb2.GenerateRequest) -> str:
         """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""
-        self._worker.check_model(request.model)
-        ours = self._worker.loaded.fingerprint
-        if request.model_fingerprint and request.model_fingerprint != ours:
-            raise WorkerUnavailableError(
-                f"this worker has model fingerprint {ours[:16]!r}, the request belongs to"
-                f" {request.model_fingerprint[:16]!r}; ask another worker"
-            )
-        form = self._worker.settings.kv_cache
-        if request.kv_cache not in ("", form):
-            raise WorkerUnavailableError(
-                f"this worker keeps KV pages as {form!r}, the request is for {request.kv_cache!r}; ask another worker"
-            )
+        self._model.check(request.model, request.model_fingerprint, request.kv_cache)
         check_request_id(request.request_id)
         check_workers(request.prefill_workers)
         return self._fetcher.codec_for(request.codec, exact=request.exact)

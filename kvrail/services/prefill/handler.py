@@ -17,15 +17,17 @@ from kvrail.runtime.waiting import settled
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import SpanLog
-from kvrail.telemetry.worker import TransferMetrics
 from kvrail.transfer.sending import PageSender
 from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto, spans_to_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker.access import EngineAccess
+from kvrail.worker.observing import KVMeters
 
 HEARTBEAT_S = 5.0
 NO_PAGES = "this worker had no pages for the prompt in time; compute it elsewhere"
+PATIENCE_S = 2.0
+"""Seconds that a prompt from another worker waits for pages on a worker that also decodes."""
 HUNG_S = 30.0
 """A step that takes longer may never end; then the receiver had better ask elsewhere."""
 
@@ -40,7 +42,7 @@ class HandlerParts:
 
     access: EngineAccess
     grammars: Grammars
-    metrics: TransferMetrics
+    meters: KVMeters
     observer: PageObserver
     patience_s: float = math.inf
 
@@ -98,8 +100,9 @@ class PrefillHandler:
             outcome = "failed"
             raise
         finally:
-            parts.metrics.transfers["sent", outcome].inc()
-            parts.metrics.seconds["sent"].observe(self._timeline.elapsed(), example=exemplar())
+            metrics = parts.meters.transfers
+            metrics.transfers["sent", outcome].inc()
+            metrics.seconds["sent"].observe(self._timeline.elapsed(), example=exemplar())
             parts.observer.forget(self._engine_id)
             self._admitted()
             events.close()
@@ -122,7 +125,8 @@ class PrefillHandler:
         """Submit to the engine; from here on its pages find the sender."""
         self._parts.observer.watch(self._engine_id, self._sender)
         try:
-            return self._parts.access.open(
+            return self._parts.access.events.open(
+                self._parts.access.engine,
                 EngineRequest(
                     request_id=self._engine_id,
                     prompt_ids=tuple(self._request.prompt_token_ids),

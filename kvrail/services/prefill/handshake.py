@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from kvrail.codec.base import Codec
 from kvrail.config.origins import flag_name
-from kvrail.engine.model.loader import LoadedModel
 from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
 from kvrail.transfer.route import Route, first_common
 from kvrail.transport.base import Peer
@@ -13,6 +12,7 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import check_request_id, layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker.codecs import Codecs
+from kvrail.worker.status import ServedModel
 from kvrail.worker.transports import Transports
 
 
@@ -24,45 +24,47 @@ class Agreement:
     accepted: prefill_pb2.Accepted
 
 
-def agree(
-    model: LoadedModel,
-    numerics: str,
-    codecs: Codecs,
-    transports: Transports,
-    request: prefill_pb2.PrefillRequest,
-    host: str,
-) -> Agreement:
-    """Choose codec and transport. model, numerics: this worker's. host: the receiver's, as its call came from it.
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a prefill worker can agree to."""
 
-    Raises IncompatibleError where the two ends differ, naming both values.
-    """
-    check_request_id(request.request_id)
-    theirs = request.handshake
-    _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
-    _same("model fingerprint", theirs.model_fingerprint, model.fingerprint)
-    _same_layout(layout_from_proto(theirs.layout), model.layout)
-    codec = _agree_on_codec(codecs, theirs)
-    offered = {each.name: each for each in theirs.transports}
-    transport = transports.get(first_common("transport", list(offered), transports.names))
-    peer_transport = offered[transport.name]
-    page_count = model.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
-    if page_count < 1:
-        raise InvalidRequestError(
-            f"the receiver holds {theirs.held_pages} pages, the whole prompt of {len(request.prompt_token_ids)} tokens",
-            param="handshake.held_pages",
+    model: ServedModel
+    codecs: Codecs
+    transports: Transports
+
+    def agree(self, request: prefill_pb2.PrefillRequest, host: str) -> Agreement:
+        """Choose codec and transport. host: the receiver's, as its call came from it.
+
+        Raises IncompatibleError where the two ends differ, naming both values.
+        """
+        check_request_id(request.request_id)
+        theirs, model = request.handshake, self.model.loaded
+        _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
+        _same("model fingerprint", theirs.model_fingerprint, model.fingerprint)
+        _same_layout(layout_from_proto(theirs.layout), model.layout)
+        codec = _agree_on_codec(self.codecs, theirs)
+        offered = {each.name: each for each in theirs.transports}
+        transport = self.transports.get(first_common("transport", list(offered), self.transports.names))
+        peer_transport = offered[transport.name]
+        page_count = model.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
+        if page_count < 1:
+            raise InvalidRequestError(
+                f"the receiver holds {theirs.held_pages} pages, the whole prompt of {len(request.prompt_token_ids)}"
+                " tokens",
+                param="handshake.held_pages",
+            )
+        accepted = prefill_pb2.Accepted(
+            protocol_version=PROTOCOL_VERSION,
+            codec=codec.name,
+            transport=transport.name,
+            first_page=theirs.held_pages,
+            page_count=page_count,
+            transport_address=transport.address,
+            numerics=self.model.numerics,
         )
-    accepted = prefill_pb2.Accepted(
-        protocol_version=PROTOCOL_VERSION,
-        codec=codec.name,
-        transport=transport.name,
-        first_page=theirs.held_pages,
-        page_count=page_count,
-        transport_address=transport.address,
-        numerics=numerics,
-    )
-    peer = Peer(peer_transport.address, host)
-    route = Route.to(peer, theirs.transfer_key, codec, transport, on_device=peer_transport.on_device)
-    return Agreement(route, accepted)
+        peer = Peer(peer_transport.address, host)
+        route = Route.to(peer, theirs.transfer_key, codec, transport, on_device=peer_transport.on_device)
+        return Agreement(route, accepted)
 
 
 def _same(what: str, theirs: object, ours: object) -> None:

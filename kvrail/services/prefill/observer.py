@@ -1,7 +1,7 @@
 """From the engine's thread to the event loop: which pages a step has completed."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -30,18 +30,22 @@ class PageObserver:
         self._end: torch.Event | None = None  # of the last step that has been enqueued
         self._senders: dict[str, PageSender] = {}
         self._step: Sequence[WrittenPages] = ()
-        self._first_layer = self._group = self._num_layers = 0
+        self._first_layer = self._enqueued = self._group = self._num_layers = 0
 
-    def layers_written(self, layers: range, written: Sequence[WrittenPages]) -> None:
-        """The work of neighbouring layers of the current step is enqueued, after that of the layers before them."""
-        if written is not self._step:
-            self._step, self._first_layer, self._before = written, 0, self._end
-            self._group, self._num_layers = self._layers_per_frame(written)
-        end = layers.stop
-        if end + len(layers) - self._first_layer <= self._group and end < self._num_layers:
+    def begin(self, written: Sequence[WrittenPages]) -> Callable[[int], None]:
+        """A step begins that completes these pages of each layer; see LayerListener."""
+        self._step, self._before, self._first_layer, self._enqueued = written, self._end, 0, 0
+        self._group, self._num_layers = self._layers_per_frame(written)
+        return self._layer_written
+
+    def _layer_written(self, layer: int) -> None:
+        """The work of the step's layers up to this one is enqueued."""
+        end, size = layer + 1, layer + 1 - self._enqueued
+        self._enqueued = end
+        if end + size - self._first_layer <= self._group and end < self._num_layers:
             return  # the next ones fit into the same frame
         mark = self._side.mark(awaited=True)
-        complete = range(self._first_layer, end), written, mark
+        complete = range(self._first_layer, end), self._step, mark
         self._first_layer = end
         if mark is None:
             self._loop.call_soon_threadsafe(self._add, *complete)

@@ -1,56 +1,54 @@
 """Prefill workers' service: agree with the decode worker, open a transport's end, compute and send."""
 
 import contextlib
-import functools
 import itertools
-import math
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
 from kvrail.config.settings import PrefillSettings
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.prefill.replies import PrefillReplies, serve
+from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.runtime.drain import ActiveCalls
 from kvrail.runtime.logs import bound_request_id
 from kvrail.runtime.tuning import compute_with
 from kvrail.services.prefill.handler import HandlerParts, PrefillHandler
-from kvrail.services.prefill.handshake import agree
-from kvrail.services.prefill.observer import PageObserver
+from kvrail.services.prefill.handshake import Terms
 from kvrail.services.prefill.trace import PROCESS, PrefillTrace
 from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
+from kvrail.telemetry.tracing import Tracing
 from kvrail.transfer.route import Route
 from kvrail.transfer.send_queue import DIRECT_SLOTS, SLOTS, SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from kvrail.worker.codecs import Codecs
 from kvrail.worker.observing import SentKV
-from kvrail.worker.process import Worker
-from kvrail.worker.transports import Transports
+from kvrail.worker.status import StatusReporter
 
 ENCODER_THREADS = 4
-PATIENCE_S = 2.0
-"""Seconds that a prompt from another worker waits for pages on a worker that also decodes."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """Serves kvrail.v1.Prefill."""
 
     def __init__(
-        self, worker: Worker, settings: PrefillSettings, codecs: Codecs, transports: Transports, observer: PageObserver
+        self,
+        reporter: StatusReporter,
+        terms: Terms,
+        parts: HandlerParts,
+        calls: ActiveCalls,
+        tracing: Tracing | None,
+        settings: PrefillSettings,
     ) -> None:
-        self._worker = worker
-        self._codecs = codecs
-        self._transports = transports
-        self._parts = HandlerParts(
-            worker.access,
-            worker.grammars,
-            worker.meters.transfers,
-            observer,
-            PATIENCE_S if "decode" in settings.roles else math.inf,
-        )
+        """calls: takes note of each. tracing: exports its spans."""
+        self._reporter = reporter
+        self._terms = terms
+        self._parts = parts
+        self._active = calls
+        self._tracing = tracing
         self._queues: dict[tuple[str, bool], SendQueue] = {}
         self._max_waiting_bytes = settings.max_waiting_bytes
+        self._max_frame_bytes = settings.max_frame_bytes
         self._calls = itertools.count(1)
         self._encoders = ThreadPoolExecutor(
             ENCODER_THREADS, thread_name_prefix="encode", initializer=compute_with, initargs=(1,)
@@ -61,27 +59,27 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.WorkerStatus:
         """Report identity, limits and load."""
-        return self._worker.status(request, self._transports.names)
+        return self._reporter.report(request)
 
     @maps_errors
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
         """Compute a prompt; announce and send its first tokens and pages."""
         host = context.peer().rpartition(":")[0]  # without the port: one machine, one send queue
-        await serve(functools.partial(self.answer, receiver=host), request, context.write)
+        replies = PrefillReplies()
+        await replies.serve(self.answer(request, replies, host), context.write)
 
     async def answer(self, request: prefill_pb2.PrefillRequest, replies: PrefillReplies, receiver: str = "") -> None:
         """Answer one call through `replies`.
 
         receiver: the host that asks; transfers to the same one share a send queue.
         """
-        worker = self._worker
-        with bound_request_id(request.request_id), worker.calls.track():
-            agreed = agree(worker.loaded, worker.numerics, self._codecs, self._transports, request, receiver)
+        with bound_request_id(request.request_id), self._active.track():
+            agreed = self._terms.agree(request, receiver)
             route = agreed.route
             payload_sender = await route.transport.sender(route.peer, route.key)
             try:
                 number, timeline = next(self._calls), Timeline()
-                trace = PrefillTrace.begin(worker.tracing, worker.settings.model_name, request, timeline)
+                trace = PrefillTrace.begin(self._tracing, self._terms.model.name, request, timeline)
                 spans = SpanLog(PROCESS, timeline, requested=request.trace) if request.trace or trace else None
                 sender = PageSender(
                     self._outgoing(request, route),
@@ -90,7 +88,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     self._queue(receiver, route.on_device),
                     number,
                     self._encoders,
-                    SentKV(worker.meters, spans),
+                    SentKV(self._parts.meters, spans),
                 )
                 handler = PrefillHandler(self._parts, request, number, sender, replies, timeline, spans)
                 with trace.following(spans) if trace else contextlib.nullcontext():
@@ -99,11 +97,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 await payload_sender.aclose()
 
     def _outgoing(self, request: prefill_pb2.PrefillRequest, route: Route) -> Outgoing:
-        handshake, own = request.handshake, self._worker.settings.max_frame_bytes
+        handshake, own = request.handshake, self._max_frame_bytes
         most = min(own, handshake.max_frame_bytes) if handshake.max_frame_bytes else own  # both ends take that
         return Outgoing(
             request_id=request.request_id,
-            layout=self._worker.loaded.layout,
+            layout=self._parts.access.layout,
             codec=route.codec,
             num_tokens=len(request.prompt_token_ids),
             held_pages=handshake.held_pages,

@@ -1,6 +1,7 @@
 """What a worker serves: one engine, and on one port a service for each of its roles."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -9,15 +10,18 @@ import torch
 from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.rpc.server import RpcServer
 from kvrail.security.tls import Tls
-from kvrail.services.decode.fetcher import Fetcher
+from kvrail.services.decode.fetch_attempt import FetchParts
+from kvrail.services.decode.fetcher import Fetcher, PrefillWorkers
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
+from kvrail.services.prefill.handler import PATIENCE_S, HandlerParts
+from kvrail.services.prefill.handshake import Terms
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
 from kvrail.transfer.streams import SideStream
 from kvrail.worker.codecs import AUTO, Codecs
 from kvrail.worker.monitor import Monitor
-from kvrail.worker.process import build_worker
+from kvrail.worker.process import Worker, build_worker
 from kvrail.worker.serving import serve
 from kvrail.worker.transports import Transports
 from kvrail.worker.weights import forms_of
@@ -34,30 +38,29 @@ async def run(settings: PrefillSettings | DecodeSettings, monitor: Monitor, tls:
     worker = build_worker(
         settings,
         monitor,
-        codecs=codecs.parameters,
         side=side,
         listener=observer,
         max_drafts=0 if receives is None else receives.max_drafts,
         weights=forms_of(settings),
     )
-    codecs.check_codebook(worker.loaded)
-    transports = await Transports.start(settings, worker.loaded.device)
+    codecs.check_codebook(worker.model.loaded)
+    transports = await Transports.start(settings, worker.model.loaded.device)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transports.aclose)
         stack.callback(codecs.close)
         first = transports.first_codec(codecs.usual)
-        codecs.prepare(first, worker.loaded, worker.meters.coding)
+        codecs.prepare(first, worker.model.loaded, worker.meters.coding)
         worker.meters.transfers.expect(first)
         if asked != AUTO:
             codecs.ask_for(asked)
         prefill, decode = None, None
         if sends is not None and observer is not None:
-            prefill = PrefillServicer(worker, sends, codecs, transports, observer)
+            prefill = prefill_servicer(worker, sends, codecs, transports, observer)
         if receives is not None:
             peers = GrpcPrefillWorkers(tls)
             stack.push_async_callback(peers.close)
-            fetcher = Fetcher(worker, receives, codecs, transports, asked, first, peers)
-            decode = DecodeServicer(worker, fetcher, transports.names, codecs.withheld)
+            fetcher = fetcher_of(worker, receives, codecs, transports, asked, first, peers)
+            decode = decode_servicer(worker, fetcher, codecs)
             await stack.enter_async_context(_measuring(fetcher))
 
         def add(rpc: RpcServer) -> None:
@@ -67,6 +70,42 @@ async def run(settings: PrefillSettings | DecodeSettings, monitor: Monitor, tls:
                 rpc.add_decode(decode)
 
         await serve(worker, settings.port, add, tls)
+
+
+def prefill_servicer(
+    worker: Worker, settings: PrefillSettings, codecs: Codecs, transports: Transports, observer: PageObserver
+) -> PrefillServicer:
+    """What serves kvrail.v1.Prefill for a worker."""
+    patience_s = PATIENCE_S if "decode" in settings.roles else math.inf
+    return PrefillServicer(
+        worker.reporter(codecs.parameters, transports.names),
+        Terms(worker.model, codecs, transports),
+        HandlerParts(worker.access, worker.grammars, worker.meters, observer, patience_s),
+        worker.calls,
+        worker.tracing,
+        settings,
+    )
+
+
+def fetcher_of(
+    worker: Worker,
+    settings: DecodeSettings,
+    codecs: Codecs,
+    transports: Transports,
+    asked: str,
+    first: str,
+    peers: PrefillWorkers,
+) -> Fetcher:
+    """What fetches KV for a worker; see `Fetcher` for the codecs."""
+    silence_s, frame_bytes = settings.transfer_timeout_s, settings.max_frame_bytes
+    parts = FetchParts(worker.model, worker.access, worker.meters, transports, silence_s, frame_bytes)
+    return Fetcher(parts, settings, codecs, asked, first, peers)
+
+
+def decode_servicer(worker: Worker, fetcher: Fetcher, codecs: Codecs) -> DecodeServicer:
+    """What serves kvrail.v1.Decode for a worker."""
+    reporter = worker.reporter(codecs.parameters, fetcher.parts.transports.names)
+    return DecodeServicer(reporter, fetcher, worker.grammars, worker.calls, worker.tracing, codecs.withheld)
 
 
 @asynccontextmanager

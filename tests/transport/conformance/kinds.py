@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvrail.transport.base import Payload, Region, Transport
-from kvrail.transport.inproc import InprocTransport
 from kvrail.transport.regions import RegionPool, host_pool
 from kvrail.transport.tcp import TcpTransport
 from kvrail.transport.ucx import UcxTransport, available
+from tests.inproc.transport import InprocTransport
 from tests.transport.ucx.starting import CMA, start_cma, start_tcp
 
 

@@ -1,7 +1,7 @@
 """The payload of a block. README.md has the layout; nothing here computes codes."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ import torch
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, parsed_header
+from kvrail.codec.core.sections import PairLayout, aligned, parsed_header
 from kvrail.codec.papers.kvcomp.codebook import is_code, unpacked_lengths
 from kvrail.codec.papers.kvcomp.format import TINY, KVCompCode
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
@@ -40,33 +40,13 @@ class Part:
         """Bytes of the stream and of the escapes' positions and elements, padding included."""
         return self.plan.variable_bytes(self.words, self.escapes)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Words and escapes."""
+        return self.words, self.escapes
 
-@dataclass(frozen=True)
-class Layout:
-    """The layout of one payload."""
 
-    parts: tuple[Part, Part]
-
-    @cached_property
-    def offsets(self) -> tuple[int, int]:
-        """Where the fixed sections, or elements, of keys and values begin."""
-        return HEADER_BYTES, HEADER_BYTES + self.parts[0].fixed_bytes
-
-    @cached_property
-    def streams(self) -> tuple[int, int]:
-        """Where the streams of keys and values begin; each one's escapes follow it."""
-        first = self.offsets[1] + self.parts[1].fixed_bytes
-        return first, first + self.parts[0].variable_bytes
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self.streams[1] + self.parts[1].variable_bytes
-
-    def header(self) -> bytes:
-        """The first HEADER_BYTES bytes. Counts: words and escapes of keys, then of values."""
-        keys, values = self.parts
-        return packed_header((keys.raw, values.raw), (keys.words, keys.escapes, values.words, values.escapes))
+Layout = PairLayout[Part]
 
 
 @lru_cache(maxsize=256)
@@ -82,8 +62,7 @@ def plans_of(spec: BlockSpec, code: KVCompCode) -> tuple[TensorPlan, TensorPlan]
 def parse(payload: Bytes, spec: BlockSpec, code: KVCompCode) -> Layout:
     """The layout of a payload that came, all of it checked but the streams; raises CodecError, naming what is wrong."""
     layout = _parse_header(payload, spec, code)
-    if payload.size != layout.size:
-        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
+    layout.check_size(payload)
     for part, start, stream in zip(layout.parts, layout.offsets, layout.streams, strict=True):
         if not part.raw:
             fixed = payload[start : start + part.fixed_bytes]

@@ -13,9 +13,9 @@ from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, pa
 from kvrail.codec.papers.lynx.plan import Coding
 
 if TYPE_CHECKING:
-    from kvrail.codec.papers.lynx import cpu, gpu, reference
+    from kvrail.codec.papers.lynx import cpu, gpu
 
-    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu, reference)
+    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu)
 
 
 class LynxCodec(Codec):

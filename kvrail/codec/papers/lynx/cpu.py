@@ -11,7 +11,6 @@ from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, gather, on_threads, scatter
 from kvrail.codec.core.sections import HEADER_BYTES, pad
 from kvrail.codec.papers.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
-from kvrail.codec.papers.lynx.cpu_geometry import geometry_of, stages_of
 from kvrail.codec.papers.lynx.cpu_kernels import decode_pages, encode_pages
 from kvrail.codec.papers.lynx.payload import (
     ANCHOR,
@@ -24,7 +23,7 @@ from kvrail.codec.papers.lynx.payload import (
     section,
     travels_raw,
 )
-from kvrail.codec.papers.lynx.plan import Coding, TensorPlan
+from kvrail.codec.papers.lynx.plan import Coding, TensorPlan, geometry_of, stages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class _Coded:
     @classmethod
     def of(cls, stage: int, plans: Sequence[TensorPlan]) -> "_Coded":
         """One of a stage whose size does not depend on the data: header and padding are there, sections are not."""
-        layout = Layout(stage, (Part(plans[0], stage), Part(plans[1], stage)))
+        layout = Layout((Part(plans[0], stage), Part(plans[1], stage)))
         coded = cls(layout, buffers.take(layout.size))
         coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
         for tensor, plan in enumerate(plans):
@@ -199,7 +198,7 @@ def _encode_range(
 
 def _join_exact(streams: Sequence[tuple[Part, Bytes, list[_Stream]]], pools: Sequence[Bytes], page_ids: Ints) -> _Coded:
     """The payload of EXACT."""
-    layout = Layout(EXACT, (streams[0][0], streams[1][0]))
+    layout = Layout((streams[0][0], streams[1][0]))
     coded = _Coded(layout, buffers.take(layout.size))
     coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
     for tensor, (part, fixed, pieces) in enumerate(streams):

@@ -23,7 +23,7 @@ from kvrail.codec.papers.lynx.cpu_float_kernels import (
     units_of,
     widen,
 )
-from kvrail.codec.papers.lynx.cpu_geometry import Geometry, Stage
+from kvrail.codec.papers.lynx.plan import Geometry, Stage
 
 
 @njit(nogil=True)

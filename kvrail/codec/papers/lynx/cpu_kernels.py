@@ -18,7 +18,7 @@ from numba import uint32 as u32
 
 from kvrail.codec.core.cpu_compile import compiled
 from kvrail.codec.papers.lynx.cpu_float_kernels import TINY, load, read_chunk, round_to, store, units_of, widen
-from kvrail.codec.papers.lynx.cpu_geometry import Geometry, Stage
+from kvrail.codec.papers.lynx.plan import Geometry, Stage
 
 BLOCK_COLUMNS = 256
 

@@ -38,7 +38,7 @@ class GpuEncoding:
         self._pools = byte_pools(pages)
         self._table = pages.page_index()
         parts = [(Part(plans[0], stage), Part(plans[1], stage)) for stage in (ANCHOR, RESIDUAL)]
-        self._layouts = [Layout(stage, each) for stage, each in enumerate(parts)]
+        self._layouts = [Layout(each) for each in parts]
         sizes = [[plan.fixed_bytes[stage] for plan in plans] for stage in (ANCHOR, RESIDUAL)]
         self._bodies = [torch.empty(sum(each), dtype=torch.uint8, device=pages.device) for each in sizes]
         self._dense = [list(body.split_with_sizes(each)) for body, each in zip(self._bodies, sizes, strict=True)]
@@ -95,7 +95,7 @@ class GpuEncoding:
         for plan, (words, escapes) in zip(self._plans, self._totals.tolist(), strict=True):
             raw = travels_raw(plan, words, escapes)
             parts.append(Part(plan, EXACT, raw=True) if raw else Part(plan, EXACT, words=words, escapes=escapes))
-        layout = Layout(EXACT, (parts[0], parts[1]))
+        layout = Layout((parts[0], parts[1]))
         host = host_memory(layout.size, self._pages.device)
         with torch.cuda.stream(copy_stream(self._pages.device)):
             for number, part in enumerate(parts):

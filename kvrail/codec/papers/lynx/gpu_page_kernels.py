@@ -2,8 +2,8 @@
 
 A program has all rows of a page for some columns, as two halves of rows whose codes share bytes: a byte is made of two
 values that one thread holds. Each half is a block [CHUNKS, CHUNK, words]. Rows and columns beyond the page are masked.
-All arithmetic is float32, every operation rounded by itself, as in reference.py: launches switch the fusion of products
-and sums off.
+All arithmetic is float32, every operation rounded by itself, as numpy's is: launches switch the fusion of products and
+sums off.
 
 On paper, a page of [64, 1024] bfloat16 and the linear map: encoding moves 2 bytes in and 1.09 out, the anchor stage
 0.56 in and 2 out, both stages 1.06 in and 2 out. Compiled for sm_90, 4,096 values a program, they have 17

@@ -1,14 +1,14 @@
 """The payloads of a block's stages. README.md has the layout; nothing here computes codes."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, parsed_header
+from kvrail.codec.core.sections import PairLayout, aligned, parsed_header
 from kvrail.codec.papers.lynx.format import FORMATS, TINY, LynxCode
 from kvrail.codec.papers.lynx.plan import TensorPlan
 
@@ -42,39 +42,18 @@ class Part:
         """Bytes of the stream and of the escapes' positions and elements, padding included."""
         return variable_bytes(self.plan, self.words, self.escapes)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Words and escapes."""
+        return self.words, self.escapes
+
+
+Layout = PairLayout[Part]
+
 
 def variable_bytes(plan: TensorPlan, words: int, escapes: int) -> int:
     """Bytes of a stream and of escapes, with their padding."""
     return aligned(4 * words) + aligned(4 * escapes) + aligned(plan.format.item_bytes * escapes)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The layout of one payload."""
-
-    stage: int
-    parts: tuple[Part, Part]
-
-    @cached_property
-    def offsets(self) -> tuple[int, int]:
-        """Where the fixed sections of keys and values begin."""
-        return HEADER_BYTES, HEADER_BYTES + self.parts[0].fixed_bytes
-
-    @cached_property
-    def streams(self) -> tuple[int, int]:
-        """Where the streams of keys and values begin; each one's escapes follow it."""
-        first = self.offsets[1] + self.parts[1].fixed_bytes
-        return first, first + self.parts[0].variable_bytes
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self.streams[1] + self.parts[1].variable_bytes
-
-    def header(self) -> bytes:
-        """The first HEADER_BYTES bytes. Counts: words and escapes of keys, then of values."""
-        keys, values = self.parts
-        return packed_header((keys.raw, values.raw), (keys.words, keys.escapes, values.words, values.escapes))
 
 
 @lru_cache(maxsize=256)
@@ -95,8 +74,7 @@ def travels_raw(plan: TensorPlan, words: int, escapes: int) -> bool:
 def parse(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Layout:
     """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
     layout = _parse_header(payload, spec, code, stage)
-    if payload.size != layout.size:
-        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
+    layout.check_size(payload)
     for part, start, stream in zip(layout.parts, layout.offsets, layout.streams, strict=True):
         if not part.raw:
             _check_sections(payload[start : start + part.fixed_bytes], part)
@@ -154,7 +132,7 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -
         if stage == EXACT and not raw and travels_raw(plan, words, escapes):
             raise CodecError(f"a payload has {words} words and {escapes} escapes, more than pay off")
         parts.append(Part(plan, stage, raw, words, escapes))
-    return Layout(stage, (parts[0], parts[1]))
+    return Layout((parts[0], parts[1]))
 
 
 def _check_sections(dense: Bytes, part: Part) -> None:

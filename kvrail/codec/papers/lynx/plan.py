@@ -1,7 +1,8 @@
 """Where everything of one tensor lies in the payloads of its stages. README.md draws it."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from kvrail.codec.core.floats import FloatFormat
 from kvrail.codec.core.sections import Section, aligned, sections_of
@@ -117,3 +118,58 @@ class Coding:
 
     plans: tuple[TensorPlan, TensorPlan]
     num_stages: int
+
+
+class Stage(NamedTuple):
+    """For the CPU's kernels: where a stage's sections begin among its fixed ones; -1 where it has none of that name."""
+
+    minima: int
+    scales: int
+    lows: int
+    widths: int
+    codes: int
+    lengths: int
+
+
+class Geometry(NamedTuple):
+    """What the CPU's kernels know of a TensorPlan: attributes of the same names, and mantissa_bits of the element type.
+
+    curved: whether the map is not linear.
+    """
+
+    mantissa_bits: int
+    num_pages: int
+    rows: int
+    columns: int
+    chunk: int
+    chunks: int
+    half_rows: int
+    tile_columns: int
+    tiles_per_page: int
+    curved: int
+
+
+@lru_cache(maxsize=256)
+def geometry_of(plan: TensorPlan) -> Geometry:
+    """A plan as the CPU's kernels take it."""
+    return Geometry(
+        mantissa_bits=plan.format.mantissa_bits,
+        num_pages=plan.num_pages,
+        rows=plan.rows,
+        columns=plan.columns,
+        chunk=plan.code.chunk,
+        chunks=plan.chunks,
+        half_rows=plan.half_rows,
+        tile_columns=plan.tile_columns,
+        tiles_per_page=plan.tiles_per_page,
+        curved=int(plan.code.curved),
+    )
+
+
+@lru_cache(maxsize=256)
+def stages_of(plan: TensorPlan) -> tuple[Stage, Stage, Stage]:
+    """The sections of all stages as the CPU's kernels take them."""
+    found = []
+    for sections in plan.sections:
+        found.append(Stage(*(sections[name].offset if name in sections else -1 for name in Stage._fields)))
+    return found[0], found[1], found[2]

@@ -15,9 +15,9 @@ from kvrail.codec.splitzip.tiles.payload import Layout, parse
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 if TYPE_CHECKING:
-    from kvrail.codec.splitzip.one_stage import cpu, gpu, reference
+    from kvrail.codec.splitzip.one_stage import cpu, gpu
 
-    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu, reference)
+    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu)
 
 
 class WindowCodec(Codec):

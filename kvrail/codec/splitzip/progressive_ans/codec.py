@@ -13,9 +13,9 @@ from kvrail.codec.splitzip.progressive_ans.plan import KEPT_BITS, Plans, cut_pla
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 
 if TYPE_CHECKING:
-    from kvrail.codec.splitzip.progressive_ans import cpu, gpu, reference
+    from kvrail.codec.splitzip.progressive_ans import cpu, gpu
 
-    _BACKENDS: tuple[Backend[Plans, StageLayout], ...] = (cpu, gpu, reference)
+    _BACKENDS: tuple[Backend[Plans, StageLayout], ...] = (cpu, gpu)
 
 
 class ProgressiveAnsCodec(Codec):

@@ -13,22 +13,25 @@ from kvrail.config.settings import RouterSettings
 from kvrail.errors import KvrailError
 from kvrail.runtime.turns import Turns
 from kvrail.services.router.answer.admission import Admission
-from kvrail.services.router.answer.calls import ApiCall
+from kvrail.services.router.answer.calls import MAX_NAME_CHARS, ApiCall
 from kvrail.services.router.answer.leaving import disconnected, ended_first
 from kvrail.services.router.answer.observe import RequestRecord
 from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.answer.sse import SseStream
-from kvrail.services.router.errors import error_response, outcome_of
+from kvrail.services.router.answer.trace import RequestTrace
+from kvrail.services.router.errors import error_response, outcome_of, refuse
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.openai.events import encode_json, encode_long
+from kvrail.services.router.openai.renaming import renamed
 from kvrail.services.router.openai.usage import final_usage
 from kvrail.services.router.openai.writers import Writer
 from kvrail.services.router.plan.translate import Plan
 from kvrail.services.router.values import SPENT, Delta, Json, Scored
 from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.router import RouterMetrics
+from kvrail.telemetry.tracing import Tracing
 from kvrail.values.sampling import FinishReason
 
 log = logging.getLogger("kvrail.router.answer")
@@ -67,6 +70,7 @@ class RequestHandler:
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         recent: RecentRequests,
+        tracing: Tracing | None,
     ) -> None:
         self._settings = settings
         self._admission = admission
@@ -74,6 +78,7 @@ class RequestHandler:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._recent = recent
+        self._tracing = tracing
         self._writing = Turns()  # of clients, at writing long answers
 
     async def respond(
@@ -84,6 +89,7 @@ class RequestHandler:
         An error before the headers have left gets a status, a later one is the stream's last event. leave: ends the
         request as if its client had left.
         """
+        self._begin_trace(call)
         sse = self._sse(call, send) if call.request.stream else None
         record: RequestRecord | None = None
         generation: Generation | None = None
@@ -92,6 +98,7 @@ class RequestHandler:
         async with sse or nullcontext():
             with ExitStack() as admitted:  # until the answer, or the error, has left
                 try:
+                    self._check_size(call)
                     admitted.enter_context(
                         self._admission.admitted(call.sequences, call.client, call.cancellation.cancel)
                     )
@@ -100,7 +107,7 @@ class RequestHandler:
                     with _part(call, "admit"):
                         await self._pool.settle()
                     with _part(call, "tokenise"):
-                        plan = await call.plan()
+                        plan = await renamed(call.parts.planner.plan(call.request, call.client), call.rename)
                     generation = self._generation(call, plan, leave)  # places each prompt once its output is read
                     writer = call.writer(plan)
                     last_event = writer.failure
@@ -125,6 +132,24 @@ class RequestHandler:
                     await fail(KvrailError("internal error; the server's log has the cause"), last_event)
                 finally:
                     self._close(call, outcome, record, generation, scope)
+
+    def _begin_trace(self, call: ApiCall) -> None:
+        if self._tracing is not None:
+            request, state = call.request, call.state
+            model = (request.model or self._settings.model_name)[:MAX_NAME_CHARS]
+            call.trace = RequestTrace.begin(
+                self._tracing, call.operation, request, model, state.headers, state.request_id, call.timeline
+            )
+
+    def _check_size(self, call: ApiCall) -> None:
+        """Refuse more sequences than a client can have."""
+        most, n = self._admission.most, call.request.n or 1
+        if call.sequences > most:
+            refuse(
+                "n" if call.prompts == 1 else "prompt",
+                f"{call.prompts} prompts of n = {n} are {call.sequences} sequences, more than the {most} that "
+                "one client may have at once; send them in several requests",
+            )
 
     def _sse(self, call: ApiCall, send: Send) -> SseStream:
         settings = self._settings
@@ -239,6 +264,7 @@ def _part(call: ApiCall, name: str) -> AbstractContextManager[None]:
 
 
 def _usage(call: ApiCall, generation: Generation, record: RequestRecord) -> Json:
+    generation.adopt_marks()
     return final_usage(generation, record.completion_tokens, call.timeline)
 
 

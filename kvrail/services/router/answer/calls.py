@@ -1,4 +1,4 @@
-"""What each API does for a generation request: plan it, and write its answer."""
+"""What each API does for a generation request: read it, and write its answer."""
 
 import time
 from abc import ABC, abstractmethod
@@ -14,10 +14,11 @@ from kvrail.services.router.answer.trace import Operation, RequestTrace
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, Head
 from kvrail.services.router.openai.logprobs import TokenTexts
+from kvrail.services.router.openai.renaming import Rename
 from kvrail.services.router.openai.scored import ScoredPrompt
 from kvrail.services.router.openai.writers import Writer, chunk_writer, error_event
 from kvrail.services.router.plan.translate import Plan, Planner
-from kvrail.services.router.schema import ChatRequest, CompletionRequest, Request
+from kvrail.services.router.schema import ChatRequest, CompletionRequest
 from kvrail.text import Tokenizer
 
 MAX_NAME_CHARS = 200
@@ -50,15 +51,18 @@ class Parts:
 class ApiCall(ABC):
     """One generation request of an API.
 
-    request: as OpenAI's older APIs have it. name: the model's, to answer under, once `check_model` has passed. trace:
-    None if none is recorded.
+    request: as OpenAI's older APIs have it. rename: what the API calls a parameter of it. name: the model's, to answer
+    under, once `check_model` has passed. trace: None if none is recorded.
     """
 
     operation: Operation = "chat"
 
-    def __init__(self, request: Request, state: State, parts: Parts) -> None:
+    def __init__(
+        self, request: ChatRequest | CompletionRequest, state: State, parts: Parts, rename: Rename = str
+    ) -> None:
         """state: of the HTTP request, as the middleware sets it."""
         self.request = request
+        self.rename = rename
         self.state = state
         self.client: str = state.client
         self.wire_id: str = state.wire_id
@@ -84,10 +88,6 @@ class ApiCall(ABC):
         self.name, key = self.parts.served_name(self.request.model), self.state.key
         if key is not None and not key.may_ask_for(self.name):
             raise ModelNotFoundError(f"the API key {key.name!r} is not for the model {self.name!r}; ask for another")
-
-    @abstractmethod
-    async def plan(self) -> Plan:
-        """Validate and tokenise; raises from the error tree."""
 
     @abstractmethod
     def writer(self, plan: Plan) -> Writer:
@@ -120,10 +120,6 @@ class ChatCall(ApiCall):
 
     request: ChatRequest
 
-    async def plan(self) -> Plan:
-        """Tokenise the chat."""
-        return await self.parts.planner.chat(self.request, self.client)
-
     def writer(self, plan: Plan) -> Writer:
         """Chunks of chat completions."""
         request = self.request
@@ -152,10 +148,6 @@ class CompletionCall(ApiCall):
     def prompts(self) -> int:
         """Prompts of the request."""
         return len(self.request.prompt)
-
-    async def plan(self) -> Plan:
-        """Tokenise the prompts."""
-        return await self.parts.planner.completion(self.request, self.client)
 
     def writer(self, plan: Plan) -> Writer:
         """Chunks of completions."""

@@ -12,11 +12,9 @@ from kvrail.config.settings import RouterSettings
 from kvrail.grammar import Checker
 from kvrail.security.tls import Tls
 from kvrail.services.router.answer.admission import Admission
-from kvrail.services.router.answer.answer import Answer, RequestHandler
-from kvrail.services.router.answer.calls import MAX_NAME_CHARS, ApiCall, Parts
+from kvrail.services.router.answer.answer import RequestHandler
+from kvrail.services.router.answer.calls import Parts
 from kvrail.services.router.answer.recent import RecentRequests
-from kvrail.services.router.answer.trace import RequestTrace
-from kvrail.services.router.errors import refuse
 from kvrail.services.router.fleet.fleet import show_workers
 from kvrail.services.router.fleet.ways import Slo
 from kvrail.services.router.fleet.workers import WorkerPool
@@ -65,34 +63,15 @@ class RouterService:
         self.planner = Planner(self._encoder, shaper, self.pool.limits, defaults, priorities=settings.priorities)
         self.parts = Parts(settings, tokenizer, self.planner, self.pool)
         self.recent = RecentRequests()
-        self._handler = RequestHandler(settings, self.admission, self.pool, self.dispatcher, self.metrics, self.recent)
         self.tracing = Tracing.start(settings.otlp_endpoint, settings.table)
+        self.handler = RequestHandler(
+            settings, self.admission, self.pool, self.dispatcher, self.metrics, self.recent, self.tracing
+        )
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> str:
         """The name to answer under; raises ModelNotFoundError where it is none of this model's."""
         return self.parts.served_name(name)
-
-    def answer(self, call: ApiCall) -> Answer:
-        """The response that answers a call. Raises InvalidRequestError for more sequences than a client can have."""
-        most, n = self.admission.most, call.request.n or 1
-        if call.sequences > most:
-            refuse(
-                "n" if call.prompts == 1 else "prompt",
-                f"{call.prompts} prompts of n = {n} are {call.sequences} sequences, more than the {most} that "
-                "one client may have at once; send them in several requests",
-            )
-        if self.tracing is not None:
-            call.trace = RequestTrace.begin(
-                self.tracing,
-                call.operation,
-                call.request,
-                (call.request.model or self.model)[:MAX_NAME_CHARS],
-                call.state.headers,
-                call.state.request_id,
-                call.timeline,
-            )
-        return Answer(self._handler, call)
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> bytes:
         """The JSON that answers /tokenize."""

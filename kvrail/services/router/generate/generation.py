@@ -91,13 +91,9 @@ class Generation:
             for span in stream.ended.spans
         ]
 
-    async def updates(self) -> AsyncGenerator[Updates]:
+    def updates(self) -> AsyncGenerator[Updates]:
         """Output of all choices as it comes; raises the first error of any."""
-        source = self._streams[0].updates() if len(self._streams) == 1 else self._merged()
-        async with aclosing(source) as batches:
-            async for updates in batches:
-                yield updates
-        self._adopt_marks()
+        return self._streams[0].updates() if len(self._streams) == 1 else self._merged()
 
     async def _merged(self) -> AsyncGenerator[Updates]:
         """Updates of all prompts through one bounded queue; None marks the end of one."""
@@ -128,7 +124,7 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _adopt_marks(self) -> None:
+    def adopt_marks(self) -> None:
         """Take over the marks of the stream that finished last: it decided how long the request took."""
         found = []
         for stream in self._streams:

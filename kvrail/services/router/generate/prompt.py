@@ -151,7 +151,7 @@ class PromptStream:
         self._address(reserved)
         dispatched = route.timeline.mark(Moment.DISPATCHED)
         offset = route.timeline.elapsed() - dispatched
-        call = worker.client.generate(self._request, timeout_s=route.time_left(), on_overflow=route.on_overflow)
+        call = worker.client.events.submit(self._request, timeout_s=route.time_left(), on_overflow=route.on_overflow)
         reserved.stops_with(call.cancel)
         async with call as stream:
             while replies := await stream.read_waiting():

@@ -12,6 +12,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from kvrail import __version__
 from kvrail.errors import InvalidRequestError, KvrailError
 from kvrail.services.router import errors
+from kvrail.services.router.answer.answer import Answer
 from kvrail.services.router.answer.calls import ChatCall, CompletionCall
 from kvrail.services.router.answer.leaving import while_here
 from kvrail.services.router.answer.service import RouterService
@@ -91,13 +92,13 @@ def api_routes() -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
         service = _service(request)
-        return service.answer(ChatCall(body, request.state, service.parts))
+        return Answer(service.handler, ChatCall(body, request.state, service.parts))
 
     @router.post("/v1/completions", responses=GENERATING | whole_or_stream(Completion, CHUNKS))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
         service = _service(request)
-        return service.answer(CompletionCall(body, request.state, service.parts))
+        return Answer(service.handler, CompletionCall(body, request.state, service.parts))
 
     @router.get("/v1/models", responses=READING, response_model=Cards)
     async def models(request: Request) -> dict[str, Any]:

@@ -22,12 +22,8 @@ class MessagesCall(ApiCall):
     request: ChatRequest
 
     def __init__(self, request: MessagesRequest, state: State, parts: Parts) -> None:
-        chat, self._rename = chat_request(request)
-        super().__init__(chat, state, parts)
-
-    async def plan(self) -> Plan:
-        """Tokenise the chat; errors name Anthropic's parameters."""
-        return await renamed(self.parts.planner.chat(self.request, self.client), self._rename)
+        chat, rename = chat_request(request)
+        super().__init__(chat, state, parts, rename)
 
     def writer(self, plan: Plan) -> MessageWriter:
         """A message."""
@@ -46,7 +42,7 @@ class Messages:
 
     def create(self, request: MessagesRequest, state: State) -> Answer:
         """Answer /v1/messages."""
-        return self._service.answer(MessagesCall(request, state, self._service.parts))
+        return Answer(self._service.handler, MessagesCall(request, state, self._service.parts))
 
     async def count(self, request: Prompted, client: str) -> dict[str, Any]:
         """Answer /v1/messages/count_tokens."""

@@ -32,9 +32,9 @@ async def renamed(work: Awaitable[T], rename: Rename) -> T:
 
 def _raise(error: InvalidRequestError, rename: Rename) -> NoReturn:
     """Raise `error` under the name that its parameter has in the other API."""
-    if error.param is None:
+    if error.param is None or (name := rename(error.param)) == error.param:
         raise error
-    name, text = rename(error.param), str(error)
+    text = str(error)
     if text.startswith(f"{error.param}:"):
         text = name + text.removeprefix(error.param)
     raise type(error)(text, param=name) from None

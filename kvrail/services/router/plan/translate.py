@@ -161,10 +161,15 @@ class Planner:
         self._limits = limits
         self._priorities = priorities
 
-    async def chat(self, request: ChatRequest, client: str) -> Plan:
-        """Plan a chat of a client's; raises InvalidRequestError naming the parameter."""
+    async def plan(self, request: ChatRequest | CompletionRequest, client: str) -> Plan:
+        """Plan a request of a client's; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
         limits = self._limits(_asked(request))
+        if isinstance(request, ChatRequest):
+            return await self._chat(request, client, limits)
+        return await self._completion(request, client, limits)
+
+    async def _chat(self, request: ChatRequest, client: str, limits: Limits) -> Plan:
         offer = offer_of(request)
         shown = () if offer is None else offer.shown
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -181,10 +186,7 @@ class Planner:
         shown = () if offer is None else offer.shown
         return len(await self._encoder.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=shown))
 
-    async def completion(self, request: CompletionRequest, client: str) -> Plan:
-        """Plan completions of a client's; raises InvalidRequestError naming the parameter."""
-        refuse_unsupported(request)
-        limits = self._limits(_asked(request))
+    async def _completion(self, request: CompletionRequest, client: str, limits: Limits) -> Plan:
         shape = await self._shaper.completion(request, client)
         keep = _kept(request, limits.context, request.max_tokens)
         prompts, prefixes = await self._encoder.prompts(request, client, limits.context, keep)

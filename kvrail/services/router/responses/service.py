@@ -35,15 +35,11 @@ class ResponsesCall(ApiCall):
         self, asked: ResponsesRequest, history: list[InputItem], state: State, parts: Parts, store: ResponseStore
     ) -> None:
         """asked: the request, with items in place of references. history: the items of the responses before it."""
-        chat, self._rename = chat_request(asked, history)
-        super().__init__(chat, state, parts)
+        chat, rename = chat_request(asked, history)
+        super().__init__(chat, state, parts, rename)
         self._asked, self._store, self._owner = asked, store, state.api_key
         self._items = [*history, *input_items(asked)]
         self._response_id = f"resp_{self.wire_id}"
-
-    async def plan(self) -> Plan:
-        """Tokenise the chat; errors name this API's parameters."""
-        return await renamed(self.parts.planner.chat(self.request, self.client), self._rename)
 
     def writer(self, plan: Plan) -> ResponseWriter:
         """A response, which is kept unless the client asked not to."""
@@ -79,7 +75,8 @@ class Responses:
     def create(self, request: ResponsesRequest, state: State) -> Answer:
         """Answer /v1/responses."""
         request, history = self._read(request, state.api_key)
-        return self._service.answer(ResponsesCall(request, history, state, self._service.parts, self._store))
+        service = self._service
+        return Answer(service.handler, ResponsesCall(request, history, state, service.parts, self._store))
 
     async def count(self, request: ResponsesRequest, state: State) -> Json:
         """Answer /v1/responses/input_tokens."""

@@ -8,9 +8,7 @@ from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, matrices
 from kvrail.codec.core.sections import joined, packed_header
-from kvrail.codec.splitzip.entropy import reference as rans
 from kvrail.codec.splitzip.entropy.payload import CODED, LENGTHS, pieces_of
-from kvrail.codec.splitzip.one_stage import reference as one_stage
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.progressive_ans.payload import (
     SHOWN,
@@ -20,9 +18,10 @@ from kvrail.codec.splitzip.progressive_ans.payload import (
     uncoded_pieces,
 )
 from kvrail.codec.splitzip.progressive_ans.plan import CutPlan, Plans
-from kvrail.codec.splitzip.tiles import reference as tiles
 from kvrail.codec.splitzip.tiles.format import SEGMENTS, planes_of
 from kvrail.codec.splitzip.tiles.payload import parse, parse_header
+from tests.reference import entropy as rans
+from tests.reference import one_stage, tiles
 
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:

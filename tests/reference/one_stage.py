@@ -10,7 +10,7 @@ from kvrail.codec.core.cpu import CpuEncoding, matrices
 from kvrail.codec.core.sections import aligned, joined
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles.payload import Layout, Part, stats_of, travels_raw
-from kvrail.codec.splitzip.tiles.reference import decode_tensor, encode_tensor, place_whole
+from tests.reference.tiles import decode_tensor, encode_tensor, place_whole
 
 
 def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:

@@ -55,7 +55,7 @@ def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
         tails += tail
     payloads = []
     for stage in range(coding.num_stages):
-        header = Layout(stage, (parts[stage][0], parts[stage][1])).header()
+        header = Layout((parts[stage][0], parts[stage][1])).header()
         payloads.append(memoryview(joined((header, *bodies[stage], *(tails if stage == EXACT else ())))))
     raw = sum(plan.raw for plan in coding.plans) + sum(part.raw for part in parts[EXACT])
     escapes = sum(part.escapes for part in parts[EXACT])

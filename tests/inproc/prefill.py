@@ -1,0 +1,40 @@
+"""Calls of a prefill worker that lives in this event loop."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvrail.errors import DeadlineError
+from kvrail.rpc.prefill.call import Deliver, PrefillCall
+from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.wire.v1.prefill_pb2 import PrefillRequest
+
+Handler = Callable[[PrefillRequest, PrefillReplies], Coroutine[Any, Any, None]]
+"""What a prefill worker does for one call: answers through its second argument and commits, or raises."""
+
+
+async def serve(handler: Handler, request: PrefillRequest, deliver: Deliver) -> None:
+    """Run a handler and deliver its replies."""
+    replies = PrefillReplies()
+    await replies.serve(handler(request, replies), deliver)
+
+
+class InprocPrefillClient:
+    """Calls a handler; `host` as a PrefillClient's."""
+
+    host = ""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def prefill(self, request: PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
+        """Begin a call; it opens at the event loop's next turn. Past `timeout_s` it ends with DeadlineError."""
+
+        async def feed(deliver: Deliver) -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await serve(self._handler, request, deliver)
+            except TimeoutError as error:
+                raise DeadlineError(f"the prefill call's {timeout_s} s are over") from error
+
+        return PrefillCall(feed)
