@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--decode", default="1x128,32x8192", help="batch x context, comma-separated")
     parser.add_argument("--prefill", default="1x8000", help="prompts x tokens, comma-separated")
-    parser.add_argument("--long", type=int, default=8192, help="tokens of each request where as many run as fit; 0: none")
+    parser.add_argument("--long", type=int, default=8192, help="tokens of a request where as many run as fit; 0: none")
     parser.add_argument("--kv-memory-gib", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
