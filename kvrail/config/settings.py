@@ -19,6 +19,7 @@ from kvrail.config.types import (
     ComputeDtype,
     Decode,
     Device,
+    KVCache,
     KVDtype,
     Names,
     Networks,
@@ -232,9 +233,10 @@ class WorkerSettings(ServiceSettings):
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     dtype: ComputeDtype = Field("auto", description="compute type; auto: float32 on a CPU, bfloat16 on CUDA")
     kv_dtype: KVDtype = Field("bfloat16", description="element type of the KV pages; equal on every worker")
-    kv_cache: Literal["plain", "lossless"] = Field(
+    kv_cache: KVCache = Field(
         "plain",
-        description="lossless: full pages take 3/4 of the memory, no token changes (docs/lossless-kv.md)",
+        description="form of full pages; lossless: 3/4 of the memory, no token changes (docs/lossless-kv.md); int8,"
+        " int4: 1/2 or 1/4 of it, and tokens change (docs/lossy-kv.md)",
     )
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights from a fixed seed, for benchmarks"

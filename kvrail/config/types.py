@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic_settings import NoDecode
 
+from kvrail.values.kv_cache import ExactForm, LossyForm
+
 T = TypeVar("T")
 DNS = "dns+"
 """Before host:port: workers have whatever addresses that name has at the time."""
@@ -86,5 +88,6 @@ Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], N
 Networks = Annotated[tuple[Annotated[str, AfterValidator(_check_network)], ...], NoDecode, BeforeValidator(_split)]
 SamplingDefaults = Annotated[dict[str, int | float | None], NoDecode, BeforeValidator(_parse_object)]
 Device = Annotated[str, AfterValidator(_check_device)]
+KVCache = Literal[ExactForm, LossyForm]
 KVDtype = Literal["bfloat16", "float16", "float32", "float8_e5m2", "float8_e4m3fn"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
