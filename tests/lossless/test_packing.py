@@ -12,7 +12,7 @@ from kvrail.engine.step.buffers import StepBuffer, decode_size, mixed_size
 PAGE = 4
 
 
-def some_slots() -> PageSlots:
+def some_slots() -> LosslessSlots:
     """Pages 0 to 2 and 5 closed, in slots 0 to 2 and 3; pages 3 and 4 open; page 6 free."""
     slots = LosslessSlots(12, 6)
     slots.clear()
