@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvrail.config.origins import environment_of, explain, file_values, flag_name
@@ -30,6 +30,7 @@ from kvrail.config.types import (
     one_role_default,
 )
 from kvrail.errors import ConfigError
+from kvrail.values.kv_cache import is_exact
 
 DEMO_MODEL = str(Path(__file__).resolve().parents[2] / "models" / "kvrail-demo")
 MAX_FRAME_BYTES = 64 << 20
@@ -290,6 +291,16 @@ class WorkerSettings(ServiceSettings):
         60.0,
         description="longest silence of a transfer's other end, in seconds, until it counts as lost; equal everywhere",
     )
+
+    @field_validator("kv_cache")
+    @classmethod
+    def _check_kv_cache(cls, value: str) -> str:
+        if cls.roles == ("prefill",) and not is_exact(value):
+            raise ValueError(
+                f"{value} loses bits, and prompts are computed over exact pages: only workers that decode keep such"
+                " pages; set it for them alone, in table [decode], and plain or lossless here"
+            )
+        return value
 
     @property
     def max_frame_bytes(self) -> int:

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 MOST_AT_ONCE = 64
 """Pages that are closed at once, so that no step waits long for them."""
 FEWEST_AT_ONCE = 8
@@ -24,9 +27,13 @@ class Closing:
 
 
 class PageSlots(Protocol):
-    """The slots of a pool's pages. The engine calls it with its lock held."""
+    """The slots of a pool's pages. The engine calls it with its lock held.
+
+    lead: pages at a sequence's beginning that are always read open.
+    """
 
     open_slots: int
+    lead: int
 
     def clear(self) -> None:
         """Free all slots: before, the first pages have an open one each, for trials that allocate none."""
@@ -50,6 +57,9 @@ class PageSlots(Protocol):
     @property
     def urgent(self) -> bool:
         """Whether sequences wait until pages are closed."""
+
+    def find(self, pages: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The open slots and the closed slots of `pages`, of any shape; less than 0 where a page has none."""
 
     def is_closed(self, page: int) -> bool:
         """Whether a page can be read closed."""

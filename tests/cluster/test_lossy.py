@@ -1,0 +1,87 @@
+"""A decode worker whose pages lose bits: each answer is that of an LLM with such pages, whoever computed the prompt."""
+
+import asyncio
+
+import pytest
+
+from kvrail import LLM, SamplingParams
+from kvrail.errors import InvalidRequestError, KvrailError
+from tests.cluster.cluster import cluster
+from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
+from tests.cluster.test_equality import prompt_of
+from tests.models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("staged_codecs")
+SHARED = {"kv_dtype": "bfloat16", "num_pages": 60, "max_model_len": 1024, "max_running": 8, "prefill_count": 2}
+LENGTHS = (1, 64, 65, 200, 320, 450)
+SAMPLED = {"temperature": 0.9, "max_tokens": 80}
+
+
+def folder():
+    return tiny_model("llama", head_dim=64)
+
+
+def lossy(form="int4", **changes):
+    return SHARED | {"decode": {"kv_cache": form, **changes}}
+
+
+@pytest.fixture(scope="module")
+def known():
+    """What an LLM says, by length and number of sequences."""
+    asked = [(length, n) for length in LENGTHS for n in (1, 3)]
+    options = {"device": "cpu", "dtype": "float32", "kv_dtype": "bfloat16", "max_model_len": 1024}
+    with LLM(str(folder()), kv_cache="int4", **options) as llm:
+        results = llm.generate(
+            [prompt_of(length) for length, _ in asked],
+            [SamplingParams(seed=length, n=n, ignore_eos=True, **SAMPLED) for length, n in asked],
+        )
+    tokens = [{each.index: list(each.token_ids) for each in result.outputs} for result in results]
+    return dict(zip(asked, tokens, strict=True))
+
+
+@pytest.mark.parametrize(("transport", "codec"), [("tcp", "raw"), ("inproc", "halves")])
+async def test_answers_are_those_of_an_llm(known, transport, codec):
+    """Twice at once: cold, then over what is cached; then by the decode worker alone."""
+    async with cluster(folder(), transport, **lossy()) as c:
+        for local in (False, False, True):
+            asked = [
+                c.ask(prompt_of(length), codec=codec, local=local, n=n, seed=length, **SAMPLED) for length, n in known
+            ]
+            for case, answer in zip(known, await asyncio.gather(*asked), strict=True):
+                assert answer.tokens == known[case], (case, local)
+            await c.settled()
+        again = await c.ask(prompt_of(450), codec=codec, seed=450, **SAMPLED)
+        assert again.tokens == known[450, 1] and again.summary.cached_tokens >= 5 * 64
+        assert c.decode.engine._closer.pages > 20
+
+
+async def test_a_lost_prefill_worker_changes_no_token(known):
+    """Half of the KV is here, and the prompt's first pages were cached closed."""
+    async with cluster(folder(), "tcp", **lossy()) as c:
+        await c.ask(prompt_of(320), seed=320, **SAMPLED)
+        asked = [asyncio.create_task(c.ask(prompt_of(450), seed=450, n=n, **SAMPLED)) for n in (1, 3)]
+        while c.decode.engine.status().receiving < 2:
+            await asyncio.sleep(0.001)
+        for worker in c.prefills.values():
+            worker.engine.stop()
+        for n, answer in zip((1, 3), await asyncio.gather(*asked), strict=True):
+            assert answer.tokens == known[450, n]
+        await c.settled()
+
+
+@pytest.mark.parametrize("sent", [1, 70])
+async def test_an_output_goes_on_elsewhere(known, sent):
+    """What another worker of the form has said is taken up: the same tokens follow."""
+    tokens = known[320, 3]
+    async with cluster(folder(), **lossy()) as c:
+        resumed = [(tokens[0][:sent], False), (tokens[1], True), (tokens[2][: sent + 3], False)]
+        answer = await c.ask(prompt_of(320), resumed=resumed, seed=320, n=3, **SAMPLED)
+        assert answer.tokens == {0: tokens[0][sent:], 2: tokens[2][sent + 3 :]}
+        await c.settled()
+
+
+async def test_a_request_for_exact_pages_is_refused():
+    async with cluster(folder(), **lossy()) as c:
+        assert (await c.ask(prompt_of(65), kv_cache="int4")).tokens
+        with pytest.raises((InvalidRequestError, KvrailError), match="keeps KV pages as 'int4'"):
+            await c.ask(prompt_of(65), kv_cache="plain")
