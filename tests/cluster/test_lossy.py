@@ -1,13 +1,15 @@
 """A decode worker whose pages lose bits: each answer is that of an LLM with such pages, whoever computed the prompt."""
 
 import asyncio
+import itertools
 
 import pytest
 
 from kvrail import LLM, SamplingParams
-from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.errors import WorkerUnavailableError
 from tests.cluster.cluster import cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
+from tests.cluster.staged import on_send
 from tests.cluster.test_equality import prompt_of
 from tests.models import tiny_model
 
@@ -55,17 +57,25 @@ async def test_answers_are_those_of_an_llm(known, transport, codec):
         assert c.decode.engine._closer.pages > 20
 
 
-async def test_a_lost_prefill_worker_changes_no_token(known):
-    """Half of the KV is here, and the prompt's first pages were cached closed."""
-    async with cluster(folder(), "tcp", **lossy()) as c:
+@pytest.mark.parametrize("deaths", [1, 9])
+async def test_a_prefill_worker_that_is_lost_changes_no_token(known, monkeypatch, deaths):
+    """After some of the KV: another one sends the rest, or the decode worker computes a prompt that began cached."""
+    sent = itertools.count()
+
+    async def dying(sender, header, stage):
+        if next(sent) % 3 == 2 and next(died) < deaths:
+            raise WorkerUnavailableError("the worker died")
+
+    died = itertools.count()
+    frame = 64 * 2 * 2 * 64 * 2 * 3
+    async with cluster(folder(), **lossy(), max_frame_bytes=frame, max_batch_tokens=128) as c:
         await c.ask(prompt_of(320), seed=320, **SAMPLED)
-        asked = [asyncio.create_task(c.ask(prompt_of(450), seed=450, n=n, **SAMPLED)) for n in (1, 3)]
-        while c.decode.engine.status().receiving < 2:
-            await asyncio.sleep(0.001)
-        for worker in c.prefills.values():
-            worker.engine.stop()
+        on_send(monkeypatch, dying)
+        asked = [c.ask(prompt_of(450), seed=450, n=n, **SAMPLED) for n in (1, 3)]
         for n, answer in zip((1, 3), await asyncio.gather(*asked), strict=True):
             assert answer.tokens == known[450, n]
+        fallbacks = c.decode.meters.transfers.fallbacks
+        assert fallbacks["alternate"].value and bool(fallbacks["local"].value) == (deaths > 1)
         await c.settled()
 
 
@@ -83,5 +93,5 @@ async def test_an_output_goes_on_elsewhere(known, sent):
 async def test_a_request_for_exact_pages_is_refused():
     async with cluster(folder(), **lossy()) as c:
         assert (await c.ask(prompt_of(65), kv_cache="int4")).tokens
-        with pytest.raises((InvalidRequestError, KvrailError), match="keeps KV pages as 'int4'"):
+        with pytest.raises(WorkerUnavailableError, match="keeps KV pages as 'int4'"):
             await c.ask(prompt_of(65), kv_cache="plain")

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from kvrail.engine.request.events import Failed, Finished, Verified
+from kvrail.engine.request.events import Admitted, Failed, Finished, Verified
+from kvrail.engine.request.requests import Resumed
 from tests.engine.bench import prompts
 from tests.engine.page_machine import VOCAB
 from tests.engine.test_speculation_traffic import AT_ONCE, Traffic
@@ -19,7 +20,7 @@ def prompt_of(length, seed=0):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_requests_of_all_kinds_over_scarce_slots(seed: int, ahead: bool) -> None:
-    bench = LossyBench(90, 45, seed, ahead=ahead, max_running=AT_ONCE, max_batch_tokens=48)
+    bench = LossyBench(65, 38, seed, ahead=ahead, max_running=AT_ONCE, max_batch_tokens=48)
     traffic = Traffic(bench, seed, LossyTransfer)
     (shared,) = prompts(1, 20)
     for prompt in prompts(130, longest=40, seed=seed):
@@ -39,3 +40,115 @@ def test_requests_of_all_kinds_over_scarce_slots(seed: int, ahead: bool) -> None
     assert bench.cells.closings > 100 and bench.cells.refusals and bench.scheduler.preemptions > 0
     verdicts = [event for name in traffic.prompts for event in bench.of(name, Verified)]
     assert any(v.proposed for v in verdicts)  # drafts read all pages open, so that few are right
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("sent", [1, 3, 17, 30])
+def test_resumed_outputs_read_what_they_read_before(sent: int, ahead: bool) -> None:
+    """In chunks that end where what is read changes."""
+    bench = LossyBench(60, 40, ahead=ahead, max_batch_tokens=64)
+    for length in (3, 8, 13, 30):
+        prompt, name = prompt_of(length, length), str(length)
+        tokens = [spoken(prompt, 40, index) for index in range(2)]
+        resumed = (Resumed(tuple(tokens[0][:sent])), Resumed(tuple(tokens[1][: sent + 2])))
+        bench.submit(name, prompt, 40, n=2, resumed=resumed)
+        bench.run()
+        assert bench.tokens(name, 0) == tokens[0][sent:] and bench.tokens(name, 1) == tokens[1][sent + 2 :]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", [1, 4, 5, 12, 16, 18, 30])
+def test_sequences_of_a_request_share_its_prompt(length: int, ahead: bool) -> None:
+    """At once; and one by one, when the first has left what the others need open."""
+    for places in (8, 2):
+        bench = LossyBench(90, 50, seed=length, ahead=ahead, max_running=places)
+        prompt = prompt_of(length, length)
+        bench.submit("several", prompt, 30, n=5)
+        bench.run()
+        assert [bench.tokens("several", index) for index in range(5)] == [spoken(prompt, 30, i) for i in range(5)]
+
+
+def received(bench: LossyBench, name: str, prompt: list[int], count: int) -> int:
+    """A prompt that is sent here; how many of its tokens were cached."""
+    bench.submit(name, prompt, count, remote=True)
+    bench.step(1)
+    transfer = LossyTransfer(bench, name, prompt)
+    transfer.first()
+    transfer.exact()
+    bench.run()
+    assert bench.tokens(name) == spoken(prompt, count)
+    return transfer.held
+
+
+def test_what_is_cached_closed_serves_prompts_that_are_sent_and_no_others() -> None:
+    bench = LossyBench(60, 24)
+    first, other = prompt_of(42, 3), prompt_of(70, 4)
+    assert received(bench, "first", first, 10) == 0
+    assert received(bench, "again", first, 10) == 40  # open slots are left, so that its last pages are still open
+    assert received(bench, "other", other, 10) == 0
+    assert received(bench, "longer", [*first, *prompt_of(12, 5)], 10) == 40
+    assert received(bench, "takes most open slots", prompt_of(80, 6), 8) == 0
+    assert received(bench, "other again", other, 10) == 64  # page 16 was to be open
+    received(bench, "takes them again", prompt_of(80, 10), 8)
+    bench.submit("here", [*other, 1], 10)
+    bench.run()
+    assert bench.tokens("here") == spoken([*other, 1], 10)
+    assert bench.of("here", Admitted)[0].cached_tokens == 4  # a sequence's first page stays open
+
+
+def test_pages_of_output_are_not_shared() -> None:
+    """What follows in a chat is another prompt, whose KV no lossy page has touched."""
+    bench = LossyBench(60, 40)
+    prompt = prompt_of(30, 6)
+    bench.submit("turn", prompt, 20)
+    bench.run()
+    longer = [*prompt, *bench.tokens("turn"), 5, 6, 7]
+    bench.submit("next turn", longer, 20)
+    bench.run()
+    assert bench.tokens("next turn") == spoken(longer, 20)
+    assert bench.of("next turn", Admitted)[0].cached_tokens <= 28
+
+
+def test_a_lost_transfer_computes_a_prompt_that_began_closed_from_its_beginning() -> None:
+    bench = LossyBench(60, 24)
+    prompt = prompt_of(50, 7)
+    received(bench, "sent", prompt, 10)
+    received(bench, "other", prompt_of(70, 8), 4)
+    bench.submit("lost", prompt, 30, remote=True)
+    bench.step(1)
+    transfer = LossyTransfer(bench, "lost", prompt)
+    assert transfer.held
+    transfer.first()
+    transfer.coarse()
+    bench.step(2)
+    transfer.lose()
+    bench.run()
+    assert bench.tokens("lost") == spoken(prompt, 30)
+
+
+def test_verified_drafts_end_with_their_page() -> None:
+    bench = LossyBench(60, 40)
+    prompt = prompt_of(9, 2)  # so short that drafts read what they will read when they are verified
+    bench.submit("drafted", prompt, 30, remote=True)
+    bench.step(1)
+    transfer = LossyTransfer(bench, "drafted", prompt)
+    transfer.first()
+    transfer.coarse(wrong=False)
+    bench.step(12)
+    transfer.exact()
+    bench.run()
+    (verdict,) = bench.of("drafted", Verified)
+    assert (verdict.proposed, verdict.accepted) == (2, 2)  # positions 10 and 11
+    assert bench.tokens("drafted") == spoken(prompt, 30)
+
+
+def test_a_sequence_that_waits_does_not_keep_the_engine_busy() -> None:
+    """While pages are being closed there is no work; the closing is waited for."""
+    bench = LossyBench(60, 40)
+    bench.submit("one", prompt_of(38, 9), 12)
+    steps = 0
+    while bench.engine.pending():
+        bench.step(1)
+        steps += 1
+    assert steps < 25  # 3 with the prompt, 11 that decode, some between
+    assert bench.tokens("one") == spoken(prompt_of(38, 9), 12)
