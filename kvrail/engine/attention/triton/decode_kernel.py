@@ -264,10 +264,8 @@ def _decode_kernel(
         where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
         tl.store(out + where, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
     else:
-        leave(
-            part_out, part_top, part_total, place + part_of(end - 1), acc, top, total, live,
-            VALUE_DIM, VALUE_DIM_PADDED,
-        )  # fmt: skip
+        part = place + part_of(end - 1)
+        leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
         _join_if_last(
             counters + row * KV_HEADS + kv_head, part_of(end - 1) - part_of(begin) + 1, out, part_out, part_top,
             part_total, sinks, row, kv_head, part_of(kv_len - 1) - part_of(first) + 1, part_stride,

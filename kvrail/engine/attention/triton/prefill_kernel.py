@@ -191,38 +191,34 @@ def _prefill_kernel(
         closed = tl.maximum(begin, tl.minimum(LEAD, stop))
         all_acc, all_top, all_total, acc, top, total = open_blocks(
             q, keys, values, key_scales, value_scales, table, kv_head, begin, closed, position, end, scale, softcap,
-            begin, part_out, part_top, part_total, place, live,
-            all_acc, all_top, all_total, acc, top, total,
-            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK,
-            WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, True,
+            begin, part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
+            KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP, SCALED,
+            SEVERED, SHARED, True,
         )  # fmt: skip
     opened = closed
     if BOTH_TILES:  # whole pages before the queries' own tokens
         opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + tl.maximum(sequence, 0)), stop))
         all_acc, all_top, all_total, acc, top, total = closed_blocks(
-            q, closed_pages, spare, unit_bytes, table, kv_head, closed, opened, position, end, scale, softcap,
-            begin, part_out, part_top, part_total, place, live,
-            all_acc, all_top, all_total, acc, top, total,
-            KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK,
-            WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES, CODE_BITS, ASSEMBLED,
+            q, closed_pages, spare, unit_bytes, table, kv_head, closed, opened, position, end, scale, softcap, begin,
+            part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
+            KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES, CODE_BITS,
+            ASSEMBLED,
         )  # fmt: skip
     if WINDOW > 0:  # a window begins inside a block: all blocks are masked
         masked_from = opened
     else:
         masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
         all_acc, all_top, all_total, acc, top, total = open_blocks(
-            q, keys, values, key_scales, value_scales, table, kv_head, opened, tl.minimum(masked_from, stop),
-            position, end, scale, softcap, begin, part_out, part_top, part_total, place, live,
-            all_acc, all_top, all_total, acc, top, total,
-            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK,
-            WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, False,
+            q, keys, values, key_scales, value_scales, table, kv_head, opened, tl.minimum(masked_from, stop), position,
+            end, scale, softcap, begin, part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc,
+            top, total, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW,
+            SOFTCAP, SCALED, SEVERED, SHARED, False,
         )  # fmt: skip
     all_acc, all_top, all_total, acc, top, total = open_blocks(
-        q, keys, values, key_scales, value_scales, table, kv_head, tl.maximum(opened, masked_from), stop,
-        position, end, scale, softcap, begin, part_out, part_top, part_total, place, live,
-        all_acc, all_top, all_total, acc, top, total,
-        KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK,
-        WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, True,
+        q, keys, values, key_scales, value_scales, table, kv_head, tl.maximum(opened, masked_from), stop, position, end,
+        scale, softcap, begin, part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc, top,
+        total, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP,
+        SCALED, SEVERED, SHARED, True,
     )  # fmt: skip
     if SHARED:
         part = place + part_of(stop - 1)
@@ -230,11 +226,8 @@ def _prefill_kernel(
     else:
         all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
         result = output_of(all_acc, all_top, all_total, sinks, heads, live, SINKS)
-        tl.store(
-            out + ((packed * HEADS + heads) * VALUE_DIM)[:, None] + value_dim[None, :],
-            result.to(out.dtype.element_ty),
-            mask=live[:, None] & (value_dim < VALUE_DIM)[None, :],
-        )
+        row_out = out + ((packed * HEADS + heads) * VALUE_DIM)[:, None] + value_dim[None, :]
+        tl.store(row_out, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["part_stride"], do_not_specialize_on_alignment=["blocks"])
