@@ -71,8 +71,12 @@ def spoken(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
 
 
 class LossyCells:
-    """Stands for FixedCache: open pages in slots, closed ones in their own places; outcomes are known late."""
+    """Stands for FixedCache: open pages in slots, closed ones in their own places; outcomes are known late.
 
+    polls: after so many, or fewer.
+    """
+
+    polls = 4
     raw_tiles = 0
     page_tiles = 1
 
@@ -108,7 +112,7 @@ class LossyCells:
         failed = [int(refused(page)) for page in pages]
         self.closings += len(pages)
         self.refusals += sum(failed)
-        return Outcome(failed, self._rng.randrange(4))
+        return Outcome(failed, self._rng.randrange(self.polls))
 
     def take_in(self, outcome: Outcome) -> None:
         pass

@@ -4,8 +4,13 @@ import random
 
 import pytest
 
+from kvrail.engine.kv.fixed.slots import FixedSlots
+from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.request.events import Admitted, Failed, Finished, Verified
 from kvrail.engine.request.requests import Resumed
+from kvrail.engine.request.sequence import Sequence
+from kvrail.engine.schedule.lossy_tables import tables_of
+from kvrail.values.sampling import SamplingParams
 from tests.engine.bench import prompts
 from tests.engine.page_machine import VOCAB
 from tests.engine.test_speculation_traffic import AT_ONCE, Traffic
@@ -145,10 +150,47 @@ def test_verified_drafts_end_with_their_page() -> None:
 def test_a_sequence_that_waits_does_not_keep_the_engine_busy() -> None:
     """While pages are being closed there is no work; the closing is waited for."""
     bench = LossyBench(60, 40)
-    bench.submit("one", prompt_of(38, 9), 12)
-    steps = 0
-    while bench.engine.pending():
-        bench.step(1)
-        steps += 1
-    assert steps < 25  # 3 with the prompt, 11 that decode, some between
-    assert bench.tokens("one") == spoken(prompt_of(38, 9), 12)
+    bench.cells.polls = 1 << 60
+    for name in ("one", "two"):
+        bench.submit(name, prompt_of(38, 9), 12)
+    bench.run(steps=100)
+    assert bench.tokens("one") == bench.tokens("two") == spoken(prompt_of(38, 9), 12)
+
+
+def test_a_sequence_that_takes_over_what_awaits_kv_reads_it_closed_too() -> None:
+    bench = LossyBench(60, 24)
+    prompt = prompt_of(50, 11)
+    received(bench, "before", prompt, 4)
+    first = [spoken(prompt, 1, index)[0] for index in range(2)]
+    bench.submit("two", prompt, 30, n=2, remote=True, stop_token_ids=(first[0],))
+    bench.step(1)
+    transfer = LossyTransfer(bench, "two", prompt)
+    assert transfer.held == 48
+    transfer.report_first(*first)  # the first of the two ends with it
+    transfer.exact()
+    bench.run()
+    assert bench.tokens("two", 1) == spoken(prompt, 30, 1)
+
+
+def test_a_page_that_is_closed_alone_is_not_copied() -> None:
+    """Another sequence of the request holds the end of the prompt in it, and reads it closed."""
+    pool = PagePool(14, 4, slots=FixedSlots(14, 7))
+    tables = tables_of(pool)
+    one, other = (Sequence("r", index, SamplingParams(8, n=2), [*range(6)], 0, output_ids=[9]) for index in range(2))
+    (fresh,) = tables.prefixes(one, [])
+    tables.take(one, fresh)
+    assert [prefix.copied for prefix in tables.prefixes(other, [])] == [None]
+    for token in range(11):
+        one.append(token)
+    tables.extend(one, 18)
+    one.computed = 17
+    tables.publish(one)
+    assert next(tables.prefixes(other, [one])).copied == one.page_table[1]
+    assert not tables.ready(one, 17)
+    pool.slots.choose(pool.slots.ready())
+    pool.slots.settle([0, 0, 0])
+    assert tables.ready(one, 17) and one.closed == 2
+    assert next(tables.prefixes(other, [one])).copied == one.page_table[1]  # in both forms
+    pool.allocate(3)
+    assert [prefix.copied for prefix in tables.prefixes(other, [one])] == [None]
+    pool.check()
