@@ -7,6 +7,7 @@ import pytest
 
 from kvrail import LLM, SamplingParams
 from kvrail.errors import WorkerUnavailableError
+from tests.cluster.both import both_workers
 from tests.cluster.cluster import cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
 from tests.cluster.staged import on_send
@@ -77,6 +78,18 @@ async def test_a_prefill_worker_that_is_lost_changes_no_token(known, monkeypatch
         fallbacks = c.decode.meters.transfers.fallbacks
         assert fallbacks["alternate"].value and bool(fallbacks["local"].value) == (deaths > 1)
         await c.settled()
+
+
+async def test_workers_of_both_roles_compute_for_each_other(known):
+    """What one sends is exact, though it keeps the prompt closed once that was sent."""
+    shared = {key: value for key, value in SHARED.items() if key != "prefill_count"}
+    async with both_workers(folder(), kv_cache="int4", **shared | {"num_pages": 40}) as pair:
+        for _ in range(2):
+            asked = [each.ask(prompt_of(length), seed=length, n=n, **SAMPLED) for length, n in known for each in pair]
+            for number, answer in enumerate(await asyncio.gather(*asked)):
+                assert answer.tokens == list(known.values())[number // 2]
+        for each in pair:
+            await each.settled()
 
 
 @pytest.mark.parametrize("sent", [1, 70])

@@ -18,17 +18,17 @@ PAGE = 64
 
 
 @functools.cache
-def loaded(folder: str) -> LoadedModel:
+def loaded(folder: str, device: str) -> LoadedModel:
     return load_model(
-        folder, device="cpu", dtype="auto", kv_dtype="bfloat16", page_size=PAGE, load_format="safetensors"
+        folder, device=device, dtype="auto", kv_dtype="bfloat16", page_size=PAGE, load_format="safetensors"
     )
 
 
 class Spec:
     """One model over pages of `bits` bits. most: pages of the longest sequence."""
 
-    def __init__(self, folder: str, bits: int, most: int = 16) -> None:
-        self._model, self._bits, self._most = loaded(folder), bits, most
+    def __init__(self, folder: str, bits: int, most: int = 16, device: str = "cpu") -> None:
+        self._model, self._bits, self._most = loaded(folder, device), bits, most
         self._runner = ModelRunner(self._model, 2 * most, max_running=1, max_batch_tokens=PAGE * most)
         self._sampler = Sampler(self._model.vocab_size, self._model.device)
 
@@ -56,7 +56,8 @@ class Spec:
             bits = pool.view(torch.int16)
             for layer, head, begin in np.ndindex(len(bits), bits.shape[3], PAGE // TOKENS):
                 rows = slice(begin * TOKENS, (begin + 1) * TOKENS)
-                data, refused = close_tile(bits[layer, page, rows, head].numpy().view(np.uint16), keys, self._bits)
+                values = bits[layer, page, rows, head].cpu().numpy().view(np.uint16)
+                data, refused = close_tile(values, keys, self._bits)
                 if refused:
                     return False
                 opened = open_tile(data, bits.shape[4], keys, self._bits)

@@ -25,9 +25,9 @@ def random_ids() -> list[int]:
     return [token % 256 for token in demo_ids()]
 
 
-def said(requests, prompts, folder, form):
+def said(requests, prompts, folder, form, made=Spec):
     """What the contract says, of each prompt."""
-    spec, found = Spec(folder, BITS[form]), [requests[tuple(prompt)] for prompt in prompts]
+    spec, found = made(folder, BITS[form]), [requests[tuple(prompt)] for prompt in prompts]
     return [[spec.says(request, index) for index in range(request.params.n)] for request in found]
 
 
