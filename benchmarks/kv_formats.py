@@ -6,8 +6,8 @@
 One layer of Qwen3-8B's shape: 32 heads over 8 KV heads of 128, pages of 64 tokens. KV is drawn: normal, each channel of
 another scale, and a share of values so small that they are escapes, beside some 5e-5 that are so by themselves. Each
 time is the median of replays of a captured graph whose launches go over several layers, so that no cache holds their
-pages. Both kernels must give the same bits, or the benchmark fails; beside int8 and int4 pages, bfloat16 pages hold
-what these give opened. --sweep: also other launch parameters.
+pages. Both kernels must give the same bits, or the benchmark fails; beside int8 and int4 pages, whose sequences begin
+with an open page, bfloat16 pages hold what these give opened. --sweep: also other launch parameters.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Attention over closed pages on a CPU gives the bits that it gives over the same pages opened."""
+"""Attention over open, closed and open pages on a CPU gives the bits that it gives over the same pages opened."""
 
 import copy
 
@@ -17,7 +17,7 @@ from tests.lossless.test_attention import MIXES, SHAPES, attend
 def test_the_same_bits(plan: list, shape: dict, bits: int) -> None:
     case = make_case(plan, **{"page_size": 64, "kv_dtype": "bfloat16", **shape})
     exact = attend(copy.deepcopy(case))
-    for pages in (None, 1000):
+    for pages in (None, 1, 1000):
         opened = copy.deepcopy(case)
         closed, tokens = close_case(copy.deepcopy(case), pages, code_bits=bits, opened=opened.pages)
         wanted, found = attend(opened), attend(closed, tokens)

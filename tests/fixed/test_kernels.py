@@ -2,6 +2,8 @@
 
 import copy
 import os
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels on this machine", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
+from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning
 from kvrail.engine.kv.fixed import cuda
 from kvrail.engine.kv.fixed.form import WIDTHS
 from tests.engine.attention_cases import make_case
@@ -24,23 +27,34 @@ def test_closing_and_opening(dims: tuple[int, int], page_size: int, bits: int) -
     check_kernels(dims, page_size, bits, "cpu", cuda, heads=1)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_same_bits(shape: dict, bits: int) -> None:
-    plan = [(1, n) for n in (1, 64, 65, 129, 400)]
+def check_attention(plan: list, shape: dict, bits: int, pages: int, attend: Callable, wanted: Callable) -> None:
+    """With at most `pages` of each sequence closed, `attend` gives the bits that `wanted` gives over opened ones."""
     case = make_case(plan, **{"page_size": 64, "kv_dtype": "bfloat16", "dtype": torch.bfloat16, **shape})
     opened = copy.deepcopy(case)
-    closed, tokens = close_case(case, 1000, code_bits=bits, opened=opened.pages)
-    found, wanted = decode(closed, 1, tokens), decode(opened, 1)
-    assert wanted.isfinite().all() and torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+    closed, tokens = close_case(case, pages, code_bits=bits, opened=opened.pages)
+    assert 0 in tokens and (tokens > 0).any()
+    found, expected = attend(closed, closed_tokens=tokens), wanted(opened)
+    assert expected.isfinite().all() and torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_same_bits_however_many_programs_share_a_sequence(shape: dict, bits: int) -> None:
+    """No closed page, one, and several; windows begin in the first page and in closed ones."""
+    plan = [(1, n) for n in (1, 64, 65, 129, 220, 400)]
+    check_attention(plan, shape, bits, 1000, partial(decode, processors=100), partial(decode, processors=1))
+
+
+def test_windows_that_begin_behind_closed_pages() -> None:
+    plan = [(1, 400), (1, 129), (1, 65)]
+    check_attention(plan, SHAPES["all options"], 4, 1, partial(decode, processors=1), partial(decode, processors=1))
+    tuning = PREFILLS["all options"][1]
+    both = (partial(prefill, tuning=tuning),) * 2
+    check_attention([(5, 330), (3, 70)], SHAPES["all options"], 4, 1, *both)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize(("shape", "tuning"), PREFILLS.values(), ids=PREFILLS)
-def test_prefill_gives_the_same_bits(shape: dict, tuning: object, bits: int) -> None:
-    plan = [(7, 7), (5, 200), (33, 161)]
-    case = make_case(plan, **{"page_size": 64, "kv_dtype": "bfloat16", "dtype": torch.bfloat16, **shape})
-    opened = copy.deepcopy(case)
-    closed, tokens = close_case(case, 1000, code_bits=bits, opened=opened.pages)
-    found, wanted = prefill(closed, tuning, tokens), prefill(opened, tuning)
-    assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+def test_prefill_gives_the_same_bits(shape: dict, tuning: PrefillTuning, bits: int) -> None:
+    plan = [(7, 7), (5, 330), (33, 161)]
+    check_attention(plan, shape, bits, 1000, *(partial(prefill, tuning=tuning),) * 2)

@@ -62,13 +62,14 @@ def close_case(
     """The same problem with full pages before the new tokens closed: (case, closed tokens a sequence).
 
     pages: how many of each sequence at most; None: a random number. code_bits: 0: lossless pages; otherwise pages of
-    that width, which are opened into `opened`. Closed pages' plain copies hold NaN, and so does what is closed and
-    belongs to no sequence.
+    that width, which are opened into `opened`, and the first of each sequence stays open. Closed pages' plain copies
+    hold NaN, and so does what is closed and belongs to no sequence.
     """
     rng = random.Random(seed)
     device, plain = case.query.device, case.pages
     page_size = plain.keys.shape[1]
-    full = [(total - new) // page_size for new, total in case.plan]
+    lead = 1 if code_bits else 0
+    full = [max(0, (total - new) // page_size - lead) for new, total in case.plan]
     taken = [rng.randint(0, most) if pages is None else min(most, pages) for most in full]
     shape = (1, *plain.keys.shape[2:], plain.values.shape[3], page_size)
     layout = KVLayout(*shape, str(plain.keys.dtype).removeprefix("torch."))
@@ -81,8 +82,8 @@ def close_case(
     rng.shuffle(targets)
     tables, sources = case.page_tables.clone(), []
     for row, number in enumerate(taken):
-        sources += case.page_tables[row, :number].tolist()
-        tables[row, :number] = torch.tensor(targets[len(sources) - number : len(sources)])
+        sources += case.page_tables[row, lead : lead + number].tolist()
+        tables[row, lead : lead + number] = torch.tensor(targets[len(sources) - number : len(sources)])
     moved = [torch.tensor(ids, dtype=torch.int64, device=device) for ids in (sources, targets[: len(sources)])]
     before = copy.deepcopy(plain)
     failed = closed.close(plain.keys[None], plain.values[None], *moved)
@@ -93,7 +94,7 @@ def close_case(
     used = {page for row in case.page_tables.tolist() for page in row} - set(sources)
     for page in used:
         plain.keys[page], plain.values[page] = before.keys[page], before.values[page]
-    tokens = torch.tensor([number * page_size for number in taken], device=device)
+    tokens = torch.tensor([(lead + number) * page_size if number else 0 for number in taken], device=device)
     return replace(case, page_tables=tables, pages=replace(plain, closed=closed.layer(0))), tokens
 
 

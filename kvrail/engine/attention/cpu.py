@@ -42,7 +42,7 @@ _PRODUCTS_PER_THREAD = 1 << 22
 
 
 _NO_BYTES, _NO_ORDER = np.zeros(0, np.uint8), np.zeros(0, np.int32)
-_NONE_CLOSED = (_NO_BYTES, _NO_BYTES, 0, 0, 0, _NO_ORDER, _NO_ORDER, _NO_ORDER, _NO_ORDER, 0)
+_NONE_CLOSED = (_NO_BYTES, _NO_BYTES, 0, 0, 0, _NO_ORDER, _NO_ORDER, _NO_ORDER, _NO_ORDER, 0, 0)
 
 
 class _Tile(NamedTuple):
@@ -148,7 +148,7 @@ def _closed(layer: ClosedLayer | FixedLayer) -> tuple[object, ...]:
     key_bytes, both = layer.tiles
     sizes = (unit_bytes, key_bytes, both - key_bytes)
     units = _NO_BYTES if spare is None else _bytes(spare)
-    return (_bytes(pages), units, *sizes, *layer.orders, layer.code_bits)
+    return (_bytes(pages), units, *sizes, *layer.orders, layer.code_bits, layer.lead)
 
 
 def _bytes(pool: torch.Tensor) -> npt.NDArray[np.uint8]:

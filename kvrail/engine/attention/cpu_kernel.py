@@ -264,15 +264,16 @@ def _attend_unit(
     columns, weights = np.empty(key_width * KEYS, np.float32), np.empty(count * KEYS, np.float32)
     bits, narrow = np.empty(KEYS, np.int32), np.zeros(4 * LANES, np.uint8)
     rows, next_rows = np.empty(KEYS, np.int64), np.empty(KEYS, np.int64)
-    first = max(0, before + 1 - window) // KEYS * KEYS if window else 0
+    lead, first = closed[10], max(0, before + 1 - window) // KEYS * KEYS if window else 0
     _find_rows(table, page_size, kv_heads, head, first, tokens, next_rows)
     for block in range(first, tokens, KEYS):
         rows, next_rows = next_rows, rows
-        if closed_tokens <= block + KEYS < tokens:
-            _find_rows(table, page_size, kv_heads, head, block + KEYS, tokens, next_rows)
+        following = block + KEYS
+        if following < tokens and not lead <= following < closed_tokens:
+            _find_rows(table, page_size, kv_heads, head, following, tokens, next_rows)
             _prefetch_rows(keys, next_rows, key_dim * item_bytes)
             _prefetch_rows(values, next_rows, value_dim * item_bytes)
-        if block < closed_tokens:
+        if lead <= block < closed_tokens:
             page = table[block // page_size]
             _open_block(closed, page, head, block, page_size, kv_heads, key_dim, value_dim, block_keys, block_values)
         else:
@@ -311,7 +312,7 @@ def _attending(version):
             types.Array(int64, 2, "C"), types.Array(float32, 3, "C"), types.Array(float32, 3, "C"),
             types.Array(int32, 2, "C"), _bytes, _bytes, _scales, _scales, int64, int64, int64, int64,
             float32, int64, float32, _scales, types.Array(int64, 1, "C"),
-            types.Tuple([_bytes, _bytes, int64, int64, int64, _orders, _orders, _orders, _orders, int64]),
+            types.Tuple([_bytes, _bytes, int64, int64, int64, _orders, _orders, _orders, _orders, int64, int64]),
         )
     )  # fmt: skip
     def attend_units(
@@ -324,9 +325,9 @@ def _attending(version):
         tokens its sequence has before these. query: [tokens, heads, key_dim]; out: [tokens, heads, value_dim];
         page_tables: [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat,
         empty where elements have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or
-        empty. closed_tokens: [sequences], how many tokens lie in closed pages, from the sequence's beginning. closed:
-        of one layer's closed pages their bytes, the spare units, bytes of a unit and of both tiles, then the places of
-        values and bases, or rows, of both, then the bits of a value of fixed width, or 0 in lossless pages.
+        empty. closed_tokens: [sequences], see StepMeta. closed: of one layer's closed pages their bytes, the spare
+        units, bytes of a unit and of both tiles, then the places of values and bases, or rows, of both, then the bits
+        of a value of fixed width, or 0 in lossless pages, and how many tokens before them are open.
         """
         for unit in range(len(units) + (0 & version)):
             sequence, head, begin, end, before = units[unit]

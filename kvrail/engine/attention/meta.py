@@ -23,9 +23,13 @@ class StepMeta:
     slots: int32 [tokens], where each new token's KV goes: page * page_size + offset. On CUDA -1 for padding and for
     sequences with one new token, which the decode kernel stores.
     page_tables: int32 [sequences, width]; sequences with one new token first.
-    closed_tokens: [sequences], tokens in closed pages (engine.kv.lossless), whole pages from the sequence's beginning;
-    their entries of page_tables number closed pages, the others plain ones. int64 on a CPU, int32 on CUDA; None: all
-    pages are plain.
+    closed_tokens: [sequences], where the sequence's closed pages end, in tokens; 0: it has none. They begin behind the
+    form's `lead` tokens (kv.formats.LayerPages.closed), which lie in open pages, and are whole; their entries of
+    page_tables number closed pages, the others plain ones. int64 on a CPU, int32 on CUDA; None: all pages are plain.
+
+        0            lead            closed_tokens            tokens in all
+        |    open     |     closed         |         open          |
+
     plan, on a CPU: (new tokens, tokens in all) of each sequence. shared, on a CPU: by window, the units that the first
     layer has made for all.
     The rest is for CUDA, where every length is read from device memory, so that a captured step serves any lengths.

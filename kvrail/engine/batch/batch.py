@@ -19,6 +19,8 @@ class SequenceSlice:
     num_logits: number of the last new tokens whose logits are needed: 0 for all but the last chunk of a prompt, 1 for a
     decoded token, more if drafts are verified.
     copied_page: page whose KV is copied into the page that holds token `start`, before anything is computed.
+    closed: how many pages are read closed, behind those that their form keeps open at the beginning; all others are
+    read open. None: pages are read open where they are open.
     """
 
     token_ids: Sequence[int]
@@ -26,6 +28,7 @@ class SequenceSlice:
     page_table: Sequence[int]
     num_logits: int
     copied_page: int | None = None
+    closed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,16 @@ import numpy.typing as npt
 from kvrail.engine.batch.batch import SequenceSlice
 
 Ints = npt.NDArray[np.int64]
+
+
+class PageForms(Protocol):
+    """Where pages lie whose form can change. lead: pages at a sequence's beginning that are always read open."""
+
+    lead: int
+
+    def find(self, pages: Ints) -> tuple[Ints, Ints]:
+        """The open slots and the closed slots of `pages`, of any shape; less than 0 where a page has none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +43,8 @@ class PackedStep:
     closed_tokens: Ints | None = None
 
 
-def pack(slices: Sequence[SequenceSlice], page_size: int, slot_of: npt.NDArray[np.int32] | None = None) -> PackedStep:
-    """Lay `slices` out on one axis. slot_of: where pages lie, see engine.kv.lossless.slots; None: where they say."""
+def pack(slices: Sequence[SequenceSlice], page_size: int, forms: PageForms | None = None) -> PackedStep:
+    """Lay `slices` out on one axis. forms: where pages lie; None: where they say."""
     order = sorted(range(len(slices)), key=lambda i: len(slices[i].token_ids) > 1)
     ordered = [slices[i] for i in order]
     new = np.fromiter((len(s.token_ids) for s in ordered), np.int64, len(ordered))
@@ -44,8 +55,12 @@ def pack(slices: Sequence[SequenceSlice], page_size: int, slot_of: npt.NDArray[n
     positions = np.arange(ends[-1]) + np.repeat(start - (ends - new), new)
     tables = _page_tables(ordered, -(-total // page_size))
     closed = None
-    if slot_of is not None:
-        tables, closed = _in_slots(tables, slot_of, start, total, page_size)
+    if forms is not None:
+        asked = np.fromiter((-1 if s.closed is None else s.closed for s in ordered), np.int64, len(ordered))
+        tables, closed = _in_slots(tables, forms, asked, -(-total // page_size))
+        if (closed * page_size > start).any():
+            raise RuntimeError("a closed page is to be written")
+        closed *= page_size
     slots = tables[owner, positions // page_size] * page_size + positions % page_size
     end_of = np.empty(len(slices), np.int64)
     end_of[order] = ends
@@ -76,18 +91,26 @@ def _page_tables(slices: Sequence[SequenceSlice], used: Ints) -> Ints:
     return tables
 
 
-def _in_slots(
-    tables: Ints, slot_of: npt.NDArray[np.int32], start: Ints, total: Ints, page_size: int
-) -> tuple[Ints, Ints]:
-    """Page tables of slots, and the tokens in closed pages of each sequence; these lie before all others."""
+def _in_slots(tables: Ints, forms: PageForms, asked: Ints, used: Ints) -> tuple[Ints, Ints]:
+    """Page tables of slots, and how many pages of each sequence come before the end of its closed ones; 0: none is.
+
+    asked: [sequences], see SequenceSlice.closed, -1 for None; used: [sequences], pages in use.
+    """
     number = np.arange(tables.shape[1])
-    used = number < -(-total // page_size)[:, None]
-    slots = slot_of[tables].astype(np.int64)
-    closed = used & (slots < 0)
-    count = closed.sum(axis=1)
-    if (closed != (number < count[:, None])).any() or (count * page_size > start).any():
-        raise RuntimeError("a closed page lies behind an open one, or is to be written")
-    return np.where(closed, -1 - slots, slots * used), count * page_size
+    within = number < used[:, None]
+    opened, closed = forms.find(tables)
+    end = forms.lead + asked[:, None]
+    read_closed = within & np.where(asked[:, None] < 0, opened < 0, (number >= forms.lead) & (number < end))
+    slots = np.where(within, np.where(read_closed, closed, opened), 0)
+    if (slots < 0).any():
+        row, column = np.argwhere(slots < 0)[0]
+        form = "closed" if read_closed[row, column] else "open"
+        raise RuntimeError(f"page {tables[row, column]} is to be read {form} and has no {form} slot")
+    count = read_closed.sum(axis=1)
+    ends = np.where(count > 0, forms.lead + count, 0)
+    if (read_closed != (number >= forms.lead) & (number < ends[:, None])).any():
+        raise RuntimeError(f"a closed page lies behind an open one, or among the first {forms.lead}")
+    return slots, ends
 
 
 def query_blocks(packed: PackedStep, most: int, padded: int = 0) -> Ints:

@@ -60,10 +60,11 @@ class LayerPages:
     def closed_tiles(self) -> dict[str, int]:
         """Kernels' constants: bytes of a closed page's tile of keys, and of both tiles; 0 where no page is closed.
 
-        CODE_BITS: bits of a value of fixed width, 0 in lossless pages.
+        CODE_BITS: bits of a value of fixed width, 0 in lossless pages; LEAD: open tokens before the closed ones.
         """
-        sizes = (0, 0, 0) if self.closed is None else (*self.closed.tiles, self.closed.code_bits)
-        return dict(zip(("KEY_TILE", "BOTH_TILES", "CODE_BITS"), sizes, strict=True))
+        closed = self.closed
+        sizes = (0, 0, 0, 0) if closed is None else (*closed.tiles, closed.code_bits, closed.lead)
+        return dict(zip(("KEY_TILE", "BOTH_TILES", "CODE_BITS", "LEAD"), sizes, strict=True))
 
     @property
     def pairs(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...]:

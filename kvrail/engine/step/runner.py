@@ -136,8 +136,7 @@ class ModelRunner:
         order, for the last layer and for some or all of those before. feed: the tokens of the first slices. draws:
         parameters of each row's draw, if the step can make it by itself: see `extras`.
         """
-        slots = self.cache.slots
-        packed = pack(slices, self.loaded.layout.page_size, None if slots is None else slots.slot_of)
+        packed = pack(slices, self.loaded.layout.page_size, self.cache.slots)
         tokens, sequences = len(packed.token_ids), len(packed.plan)
         if tokens > self._max_tokens or sequences > self.max_running:
             raise ValueError(

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.triton.closed_kernel import add_closed_blocks
+from kvrail.engine.attention.triton.decode_block_kernel import add_open_blocks
 from kvrail.engine.attention.triton.order import (
     HeadShape,
     block_of,
@@ -26,17 +27,13 @@ from kvrail.engine.attention.triton.order import (
 )
 from kvrail.engine.attention.triton.order_kernel import (
     LOWEST,
-    add_block,
-    end_block,
     fold,
     join,
     leave,
     nothing,
     output_of,
     part_of,
-    scores_of,
     share_of,
-    slots_of,
     sums_of,
 )
 from kvrail.engine.attention.triton.page_kernels import store_rows, unit_stride
@@ -198,12 +195,14 @@ def _decode_kernel(
     KEY_TILE: tl.constexpr,
     BOTH_TILES: tl.constexpr,
     CODE_BITS: tl.constexpr,
+    LEAD: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
     """Grid: (KV_HEADS, splits, sequences). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0.
 
     Programs that share a sequence leave float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
-    part_top, part_total [sequences, heads, part_stride]. CODE_BITS: see closed_scores_of.
+    part_top, part_total [sequences, heads, part_stride]. CODE_BITS: see closed_scores_of. LEAD: tokens in open pages
+    before the closed ones; 0: none, and no code for them.
     """
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens + row)
@@ -233,29 +232,30 @@ def _decode_kernel(
     all_top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
     all_total = tl.zeros([GROUP_PADDED], tl.float32)
     acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
-    opened = begin
+    closed = begin
+    if LEAD > 0:
+        closed = tl.maximum(begin, tl.minimum(LEAD, end))
+        all_acc, all_top, all_total, acc, top, total = add_open_blocks(
+            q, keys, values, key_scales, value_scales, table, kv_head, begin, closed, end, position, kv_len, scale,
+            softcap, part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total,
+            KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW,
+            SOFTCAP, LIMIT > 0, SEVERED,
+        )  # fmt: skip
+    opened = closed
     if BOTH_TILES:
-        opened = tl.maximum(begin, tl.minimum(tl.load(closed_tokens + row), end))
+        opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + row), end))
         all_acc, all_top, all_total, acc, top, total = add_closed_blocks(
-            q, closed_pages, spare, unit_bytes, table, kv_head, begin, opened, end, position, kv_len, scale, softcap,
+            q, closed_pages, spare, unit_bytes, table, kv_head, closed, opened, end, position, kv_len, scale, softcap,
             part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total,
             KV_HEADS, GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES,
             CODE_BITS, ASSEMBLED,
         )  # fmt: skip
-    for block in range(opened, end, BLOCK):
-        base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
-        scores = scores_of(
-            q, keys, key_scales, base, rows, block, position, kv_len, scale, softcap,
-            KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, LIMIT > 0, SEVERED, True,
-        )  # fmt: skip
-        acc, top, total = add_block(
-            scores, values, value_scales, base, rows, acc, top, total, block, kv_len, scale, softcap, q.dtype,
-            VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, LIMIT > 0, SEVERED, True,
-        )  # fmt: skip
-        all_acc, all_top, all_total, acc, top, total = end_block(
-            part_out, part_top, part_total, place, block, end, alone, live, all_acc, all_top, all_total,
-            acc, top, total, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, BLOCK,
-        )  # fmt: skip
+    all_acc, all_top, all_total, acc, top, total = add_open_blocks(
+        q, keys, values, key_scales, value_scales, table, kv_head, opened, end, end, position, kv_len, scale, softcap,
+        part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total,
+        KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
+        LIMIT > 0, SEVERED,
+    )  # fmt: skip
 
     if alone:
         all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
@@ -264,10 +264,8 @@ def _decode_kernel(
         where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
         tl.store(out + where, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
     else:
-        leave(
-            part_out, part_top, part_total, place + part_of(end - 1), acc, top, total, live,
-            VALUE_DIM, VALUE_DIM_PADDED,
-        )  # fmt: skip
+        part = place + part_of(end - 1)
+        leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
         _join_if_last(
             counters + row * KV_HEADS + kv_head, part_of(end - 1) - part_of(begin) + 1, out, part_out, part_top,
             part_total, sinks, row, kv_head, part_of(kv_len - 1) - part_of(first) + 1, part_stride,

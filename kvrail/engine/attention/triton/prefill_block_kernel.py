@@ -1,4 +1,4 @@
-"""Steps of the prefill kernel: one block of keys, of plain or of closed pages, joins its part."""
+"""The prefill kernel's loops over blocks of keys, of open and of closed pages: each block joins its part."""
 
 import triton
 import triton.language as tl
@@ -53,7 +53,7 @@ def _begin_part(
 
 
 @triton.jit
-def one_block(
+def open_blocks(
     q,
     keys,
     values,
@@ -61,7 +61,8 @@ def one_block(
     value_scales,
     table,
     kv_head,
-    block,
+    first,
+    stop,
     position,
     end,
     scale,
@@ -93,35 +94,37 @@ def one_block(
     SHARED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add one block to its part, `acc`, `top` and `total`; where it begins a part, the last one is folded into `all_`.
+    """Add the blocks from `first` to `stop` to their parts; a part in `acc`, `top` and `total`, those before in `all_`.
 
-    SHARED: that one is left for `join`; place: that of part 0 of each row; begin: the program's first block.
+    SHARED: those before are left for `join`; place: that of part 0 of each row; begin: the program's first block.
     """
-    base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
-    scores = scores_of(
-        q, keys, key_scales, base, rows, block, position, end, scale, softcap,
-        KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, MASKED,
-    )  # fmt: skip
-    all_acc, all_top, all_total, acc, top, total = _begin_part(
-        part_out, part_top, part_total, place, block, begin, live, all_acc, all_top, all_total, acc, top, total,
-        ROWS, VALUE_DIM, VALUE_DIM_PADDED, SHARED,
-    )  # fmt: skip
-    acc, top, total = add_block(
-        scores, values, value_scales, base, rows, acc, top, total, block, end, scale, softcap, q.dtype,
-        VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, MASKED,
-    )  # fmt: skip
+    for block in range(first, stop, BLOCK):
+        base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
+        scores = scores_of(
+            q, keys, key_scales, base, rows, block, position, end, scale, softcap,
+            KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, MASKED,
+        )  # fmt: skip
+        all_acc, all_top, all_total, acc, top, total = _begin_part(
+            part_out, part_top, part_total, place, block, begin, live, all_acc, all_top, all_total, acc, top, total,
+            ROWS, VALUE_DIM, VALUE_DIM_PADDED, SHARED,
+        )  # fmt: skip
+        acc, top, total = add_block(
+            scores, values, value_scales, base, rows, acc, top, total, block, end, scale, softcap, q.dtype,
+            VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, MASKED,
+        )  # fmt: skip
     return all_acc, all_top, all_total, acc, top, total
 
 
 @triton.jit
-def one_closed_block(
+def closed_blocks(
     q,
     closed_pages,
     spare,
     unit_bytes,
     table,
     kv_head,
-    block,
+    first,
+    stop,
     position,
     end,
     scale,
@@ -152,18 +155,19 @@ def one_closed_block(
     CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """What one_block does, of a block of a closed page."""
-    pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
-    scores = closed_scores_of(
-        q, pair, spare, unit_bytes, block, position, end, scale, softcap,
-        KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
-    )  # fmt: skip
-    all_acc, all_top, all_total, acc, top, total = _begin_part(
-        part_out, part_top, part_total, place, block, begin, live, all_acc, all_top, all_total, acc, top, total,
-        ROWS, VALUE_DIM, VALUE_DIM, SHARED,
-    )  # fmt: skip
-    acc, top, total = add_closed_block(
-        scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
-        VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
-    )  # fmt: skip
+    """What open_blocks does, of blocks of closed pages."""
+    for block in range(first, stop, BLOCK):
+        pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
+        scores = closed_scores_of(
+            q, pair, spare, unit_bytes, block, position, end, scale, softcap,
+            KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
+        )  # fmt: skip
+        all_acc, all_top, all_total, acc, top, total = _begin_part(
+            part_out, part_top, part_total, place, block, begin, live, all_acc, all_top, all_total, acc, top, total,
+            ROWS, VALUE_DIM, VALUE_DIM, SHARED,
+        )  # fmt: skip
+        acc, top, total = add_closed_block(
+            scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
+            VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
+        )  # fmt: skip
     return all_acc, all_top, all_total, acc, top, total

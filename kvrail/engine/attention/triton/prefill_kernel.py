@@ -39,7 +39,7 @@ from kvrail.engine.attention.triton.order_kernel import (
     sums_of,
 )
 from kvrail.engine.attention.triton.page_kernels import unit_stride
-from kvrail.engine.attention.triton.prefill_block_kernel import one_block, one_closed_block
+from kvrail.engine.attention.triton.prefill_block_kernel import closed_blocks, open_blocks
 from kvrail.engine.kv.formats import LayerPages
 
 _FIELDS = tl.constexpr(BLOCK_FIELDS)
@@ -146,13 +146,14 @@ def _prefill_kernel(
     KEY_TILE: tl.constexpr,
     BOTH_TILES: tl.constexpr,
     CODE_BITS: tl.constexpr,
+    LEAD: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
     """Grid: (blocks, HEADS / TOGETHER, SPLITS). A block's fields: see StepMeta.blocks.
 
     A program has QUERIES queries of each of TOGETHER heads. Programs that share a block leave float32: part_out
     [tokens, HEADS, part_stride, VALUE_DIM], and part_top, part_total [tokens, HEADS, part_stride]. KEY_TILE,
-    BOTH_TILES: bytes of closed pages' tiles, or 0; CODE_BITS: see closed_scores_of.
+    BOTH_TILES: bytes of closed pages' tiles, or 0; CODE_BITS: see closed_scores_of; LEAD: see the decode kernel.
     """
     ROWS: tl.constexpr = QUERIES * TOGETHER
     SHARED: tl.constexpr = SPLITS > 1
@@ -185,48 +186,48 @@ def _prefill_kernel(
     all_top = tl.full([ROWS], LOWEST, tl.float32)
     all_total = tl.zeros([ROWS], tl.float32)
     acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
-    opened = begin
+    closed = begin
+    if LEAD > 0:
+        closed = tl.maximum(begin, tl.minimum(LEAD, stop))
+        all_acc, all_top, all_total, acc, top, total = open_blocks(
+            q, keys, values, key_scales, value_scales, table, kv_head, begin, closed, position, end, scale, softcap,
+            begin, part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
+            KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP, SCALED,
+            SEVERED, SHARED, True,
+        )  # fmt: skip
+    opened = closed
     if BOTH_TILES:  # whole pages before the queries' own tokens
-        opened = tl.maximum(begin, tl.minimum(tl.load(closed_tokens + tl.maximum(sequence, 0)), stop))
-        for block in range(begin, opened, BLOCK):
-            all_acc, all_top, all_total, acc, top, total = one_closed_block(
-                q, closed_pages, spare, unit_bytes, table, kv_head, block, position, end, scale, softcap,
-                begin, part_out, part_top, part_total, place, live,
-                all_acc, all_top, all_total, acc, top, total,
-                KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK,
-                WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES, CODE_BITS, ASSEMBLED,
-            )  # fmt: skip
+        opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + tl.maximum(sequence, 0)), stop))
+        all_acc, all_top, all_total, acc, top, total = closed_blocks(
+            q, closed_pages, spare, unit_bytes, table, kv_head, closed, opened, position, end, scale, softcap, begin,
+            part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
+            KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES, CODE_BITS,
+            ASSEMBLED,
+        )  # fmt: skip
     if WINDOW > 0:  # a window begins inside a block: all blocks are masked
         masked_from = opened
     else:
         masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
-        for block in range(opened, tl.minimum(masked_from, stop), BLOCK):
-            all_acc, all_top, all_total, acc, top, total = one_block(
-                q, keys, values, key_scales, value_scales, table, kv_head, block, position, end, scale, softcap,
-                begin, part_out, part_top, part_total, place, live,
-                all_acc, all_top, all_total, acc, top, total,
-                KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK,
-                WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, False,
-            )  # fmt: skip
-    for block in range(tl.maximum(opened, masked_from), stop, BLOCK):
-        all_acc, all_top, all_total, acc, top, total = one_block(
-            q, keys, values, key_scales, value_scales, table, kv_head, block, position, end, scale, softcap,
-            begin, part_out, part_top, part_total, place, live,
-            all_acc, all_top, all_total, acc, top, total,
-            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK,
-            WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, True,
+        all_acc, all_top, all_total, acc, top, total = open_blocks(
+            q, keys, values, key_scales, value_scales, table, kv_head, opened, tl.minimum(masked_from, stop), position,
+            end, scale, softcap, begin, part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc,
+            top, total, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW,
+            SOFTCAP, SCALED, SEVERED, SHARED, False,
         )  # fmt: skip
+    all_acc, all_top, all_total, acc, top, total = open_blocks(
+        q, keys, values, key_scales, value_scales, table, kv_head, tl.maximum(opened, masked_from), stop, position, end,
+        scale, softcap, begin, part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc, top,
+        total, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP,
+        SCALED, SEVERED, SHARED, True,
+    )  # fmt: skip
     if SHARED:
         part = place + part_of(stop - 1)
         leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
     else:
         all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
         result = output_of(all_acc, all_top, all_total, sinks, heads, live, SINKS)
-        tl.store(
-            out + ((packed * HEADS + heads) * VALUE_DIM)[:, None] + value_dim[None, :],
-            result.to(out.dtype.element_ty),
-            mask=live[:, None] & (value_dim < VALUE_DIM)[None, :],
-        )
+        row_out = out + ((packed * HEADS + heads) * VALUE_DIM)[:, None] + value_dim[None, :]
+        tl.store(row_out, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["part_stride"], do_not_specialize_on_alignment=["blocks"])

@@ -18,13 +18,15 @@ from kvrail.values.layout import KVLayout
 class FixedLayer:
     """One layer's closed pages; views, not copies.
 
-    pages: uint8 [pages, kv_heads, blocks of 64 tokens, bytes of a tile of keys and one of values].
+    pages: uint8 [pages, kv_heads, blocks of 64 tokens, bytes of a tile of keys and one of values]. lead: tokens at a
+    sequence's beginning that lie in open pages though closed ones follow.
     """
 
     pages: torch.Tensor
     key_dim: int
     value_dim: int
     code_bits: int
+    lead: int
 
     @property
     def arguments(self) -> tuple[torch.Tensor, None, int]:
@@ -65,7 +67,8 @@ class FixedPages:
 
     def layer(self, index: int) -> FixedLayer:
         """Views of layer `index`."""
-        return FixedLayer(self.pages[index], self.layout.key_dim, self.layout.value_dim, self.bits)
+        layout = self.layout
+        return FixedLayer(self.pages[index], layout.key_dim, layout.value_dim, self.bits, layout.page_size)
 
     def close(
         self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor

@@ -43,6 +43,11 @@ class ClosedLayer:
         return 0
 
     @property
+    def lead(self) -> int:
+        """0: closed pages come before all others."""
+        return 0
+
+    @property
     def orders(self) -> tuple[npt.NDArray[np.int32], ...]:
         """What kernels for CPUs take: places of values and of bases, of keys, then of values."""
         return (*orders(self.key_dim, keys=True), *orders(self.value_dim, keys=False))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 MOST_AT_ONCE = 64
 """Pages that are closed at once, so that no step waits long for them."""
@@ -36,7 +37,10 @@ class PageSlots:
 
     slot_of: int32 [num_pages]: an open page's slot; -1 - slot of a closed one; the least integer for a free one. Before
     `clear` the first pages have a slot each, for trials that allocate none.
+    lead, find: see engine.batch.packing.PageForms.
     """
+
+    lead = 0
 
     def __init__(self, num_pages: int, open_slots: int) -> None:
         self.open_slots = open_slots
@@ -89,6 +93,11 @@ class PageSlots:
     def count_open(self, pages: Iterable[int]) -> int:
         """How many of these pages hold an open slot."""
         return int((self.slot_of[list(pages)] >= 0).sum())
+
+    def find(self, pages: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The open slots and the closed slots of `pages`."""
+        slots = self.slot_of[pages].astype(np.int64)
+        return slots, np.where(slots == _NONE, -1, -1 - slots)
 
     def begin(self, page: int) -> None:
         """A page was allocated: it is open, and what it held counts no more."""

@@ -1,0 +1,65 @@
+"""The decode kernel's loop over blocks of open pages; `closed_kernel` has that over closed ones."""
+
+import triton
+import triton.language as tl
+
+from kvrail.engine.attention.triton.order_kernel import add_block, end_block, scores_of, slots_of
+
+
+@triton.jit
+def add_open_blocks(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    kv_head,
+    begin,
+    stop,
+    end,
+    position,
+    kv_len,
+    scale,
+    softcap,
+    part_out,
+    part_top,
+    part_total,
+    place,
+    alone,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    SEVERED: tl.constexpr,
+):
+    """Add the blocks from `begin` to `stop` of a share that ends at `end`."""
+    for block in range(begin, stop, BLOCK):
+        base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
+        scores = scores_of(
+            q, keys, key_scales, base, rows, block, position, kv_len, scale, softcap,
+            KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, True,
+        )  # fmt: skip
+        acc, top, total = add_block(
+            scores, values, value_scales, base, rows, acc, top, total, block, kv_len, scale, softcap, q.dtype,
+            VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, True,
+        )  # fmt: skip
+        all_acc, all_top, all_total, acc, top, total = end_block(
+            part_out, part_top, part_total, place, block, end, alone, live, all_acc, all_top, all_total,
+            acc, top, total, ROWS, VALUE_DIM, VALUE_DIM_PADDED, BLOCK,
+        )  # fmt: skip
+    return all_acc, all_top, all_total, acc, top, total
