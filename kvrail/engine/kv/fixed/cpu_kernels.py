@@ -70,11 +70,11 @@ def _close_tile(source, at, row, dim, keys, bits, order, rows, out, to, tile, sc
         scales[i], offsets[i] = _step(low, high, bits, both.view(np.uint32), both)
     begin = to + TOKENS * dim * bits // 8
     for i in range(count):
-        at, row = begin + 4 * i - 2 * (i % 4), rows[i]
-        scale, offset = int64(scales.view(np.uint32)[row]) >> 16, int64(offsets.view(np.uint32)[row]) >> 16
-        scale += _SCALE_SHIFT - (_HIGH_SHIFT if _high(row, bits) else 0)
-        _put(out, at, _NO_SCALE if refused else scale)
-        _put(out, at + 8, offset - _OFFSET_SHIFT if offset else 0)
+        place, row_of = begin + 4 * i - 2 * (i % 4), rows[i]
+        scale, offset = int64(scales.view(np.uint32)[row_of]) >> 16, int64(offsets.view(np.uint32)[row_of]) >> 16
+        scale += _SCALE_SHIFT - (_HIGH_SHIFT if _high(row_of, bits) else 0)
+        _put(out, place, _NO_SCALE if refused else scale)
+        _put(out, place + 8, offset - _OFFSET_SHIFT if offset else 0)
     for number in range(TOKENS * dim // step):
         word = 0
         for i in range(step):
