@@ -21,8 +21,8 @@ give the two values that a register of the operand holds.
 
 A GPU opens two values by one multiply-add of bfloat16, without conversion. A code with 0 in all other bits is a small
 bfloat16: code * 2^-133, for up to 8 bits, as subnormal numbers and those of the first exponent have the same distance.
-No bfloat16 is as large as a scale * 2^133. So a tile is opened as what it holds / SHRUNK, and whoever multiplies it
-makes up for that. Steps are stored as this needs them, all powers of two, and nothing but the exponent changes:
+No bfloat16 is as large as a scale * 2^133. So a tile is opened as what it holds / SHRUNK, and the kernel that opens it
+makes up for that. Steps are stored as this needs them; all factors are powers of two, so that only exponents change:
 
     scale     scale * 2^133 / SHRUNK, or a sixteenth of it where a mask leaves codes in bits 4 to 7:
               with 4 bits, of rows r with r % 16 >= 8

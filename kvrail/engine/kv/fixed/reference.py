@@ -48,9 +48,9 @@ def close_tile(values: Bits, keys: bool, bits: int) -> tuple[npt.NDArray[np.uint
 def open_tile(data: npt.NDArray[np.uint8], dim: int, keys: bool, bits: int) -> Bits:
     """The values of a closed tile, bits of bfloat16 [64, dim]."""
     scales, offsets = steps_of(data, Tile(dim, keys, bits))
-    codes = np.empty(TOKENS * dim, np.int64)
-    codes[code_places(Tile(dim, keys, bits))] = _unpacked(data[: -4 * len(scales)].view(np.uint32), bits)
-    codes = codes.reshape(TOKENS, dim)
+    in_order = np.empty(TOKENS * dim, np.int64)
+    in_order[code_places(Tile(dim, keys, bits))] = _unpacked(data[: -4 * len(scales)].view(np.uint32), bits)
+    codes = in_order.reshape(TOKENS, dim)
     return rounded(codes * scales + offsets if keys else codes * scales[:, None] + offsets[:, None])
 
 
@@ -59,8 +59,8 @@ def steps_of(data: npt.NDArray[np.uint8], tile: Tile) -> tuple[npt.NDArray[np.fl
     scales, offsets = (np.empty(tile.rows, np.uint16) for _ in range(2))
     both = data[tile.steps :].view(np.uint16).reshape(-1, 2, 4)
     scales[row_places(tile)], offsets[row_places(tile)] = both[:, 0].reshape(-1), both[:, 1].reshape(-1)
-    high = np.where(high_rows(tile.rows, tile.bits), 16.0, 1.0)
-    return widened(scales) * high * 2.0**-133 * SHRUNK, widened(offsets).astype(np.float64) * SHRUNK
+    scale, offset = (widened(each).astype(np.float64) * SHRUNK for each in (scales, offsets))
+    return scale * np.where(high_rows(tile.rows, tile.bits), 2.0**-129, 2.0**-133), offset
 
 
 def widened(bits: Bits) -> Floats:
