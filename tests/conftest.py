@@ -20,9 +20,9 @@ TESTS = Path(__file__).parent
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
-    call_anew = InterpretedFunction.__call__
+    call_anew, multiply = InterpretedFunction.__call__, InterpreterBuilder.create_dot
 
     def call_from_kernel(self: InterpretedFunction, *args: object, **kwargs: object) -> object:
         """The interpreter puts its functions into triton.language anew at each such call: minutes in all."""
@@ -31,7 +31,12 @@ if not torch.cuda.is_available():
             return call_anew(self, *args, **kwargs)
         return self.rewrite()(*args, **kwargs)
 
-    InterpretedFunction.__call__ = call_from_kernel
+    def multiply_values(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *more: object) -> TensorHandle:
+        """The interpreter multiplies bfloat16 by their bits, as integers."""
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return multiply(self, a, b, *more)
+
+    InterpretedFunction.__call__, InterpreterBuilder.create_dot = call_from_kernel, multiply_values
 
 # Where several processes run the tests, each needs all that numba compiles when it collects them.
 if (name := os.environ.get("PYTEST_XDIST_WORKER")) is not None:

@@ -27,10 +27,10 @@ from kvrail.config.types import (
     Port,
     SamplingDefaults,
     Workers,
+    check_kv_cache,
     one_role_default,
 )
 from kvrail.errors import ConfigError
-from kvrail.values.kv_cache import is_exact
 
 DEMO_MODEL = str(Path(__file__).resolve().parents[2] / "models" / "kvrail-demo")
 MAX_FRAME_BYTES = 64 << 20
@@ -236,9 +236,9 @@ class WorkerSettings(ServiceSettings):
     kv_dtype: KVDtype = Field("bfloat16", description="element type of the KV pages; equal on every worker")
     kv_cache: KVCache = Field(
         "plain",
-        description="form of full pages; lossless: 3/4 of the memory, no token changes (docs/lossless-kv.md); int8,"
-        " int4: 1/2 or 1/4 of it, and tokens change (docs/lossy-kv.md)",
+        description="full pages: lossless in 3/4 of the memory; int8, int4 in 1/2, 1/4, tokens change (docs/lossy-kv.md)",
     )
+    _kv_cache_suits = field_validator("kv_cache")(classmethod(check_kv_cache))
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights from a fixed seed, for benchmarks"
     )
@@ -291,16 +291,6 @@ class WorkerSettings(ServiceSettings):
         60.0,
         description="longest silence of a transfer's other end, in seconds, until it counts as lost; equal everywhere",
     )
-
-    @field_validator("kv_cache")
-    @classmethod
-    def _check_kv_cache(cls, value: str) -> str:
-        if cls.roles == ("prefill",) and not is_exact(value):
-            raise ValueError(
-                f"{value} loses bits, and prompts are computed over exact pages: only workers that decode keep such"
-                " pages; set it for them alone, in table [decode], and plain or lossless here"
-            )
-        return value
 
     @property
     def max_frame_bytes(self) -> int:

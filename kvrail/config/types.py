@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic_settings import NoDecode
 
-from kvrail.values.kv_cache import ExactForm, LossyForm
+from kvrail.values.kv_cache import ExactForm, LossyForm, is_exact
 
 T = TypeVar("T")
 DNS = "dns+"
@@ -71,6 +71,16 @@ def one_role_default(none: object) -> Callable[[Any], Any]:
         return {"decode_workers": none, "prefill_workers": none} | given if some else given
 
     return complete
+
+
+def check_kv_cache(worker: Any, value: str) -> str:
+    """A validator of a worker's form of pages: one that prefills alone keeps exact pages."""
+    if worker.roles == ("prefill",) and not is_exact(value):
+        raise ValueError(
+            f"{value} loses bits, and prompts are computed over exact pages: only workers that decode keep such pages;"
+            " set it for them alone, in table [decode], and plain or lossless here"
+        )
+    return value
 
 
 def _check_decode(value: T, info: ValidationInfo) -> T:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_scores, weights_of
-from kvrail.engine.kv.fixed.open_kernel import open_tile
+from kvrail.engine.kv.fixed.open_kernel import SHRUNK, open_tile
 from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
 
 
@@ -46,10 +46,12 @@ def closed_scores_of(
 ):
     """What scores_of computes, of a block of a closed page. pair: see pair_of; spare: spare units, of unit_bytes.
 
-    CODE_BITS: bits of a value of fixed width, or 0 in lossless pages.
+    CODE_BITS: bits of a value of fixed width, whose products are / SHRUNK, or 0 in lossless pages.
     """
     if CODE_BITS:
         k = open_tile(pair, CODE_BITS, KEY_DIM, BLOCK, ASSEMBLED)
+        tl.static_assert(q.dtype == tl.bfloat16, "others have no room for values / SHRUNK")
+        scale *= SHRUNK
     else:
         k = open_keys(pair, spare, unit_bytes, KEY_DIM, ASSEMBLED)
     scores = tl.dot(q, apart(k.to(q.dtype), ASSEMBLED), input_precision="ieee")
@@ -76,7 +78,10 @@ def add_closed_block(
     ASSEMBLED: tl.constexpr,
 ):
     """What add_block does, of a block of a closed page. KEY_TILE: bytes of the keys before its values."""
-    weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
+    times: tl.constexpr = SHRUNK if CODE_BITS else 1.0  # scores and values are as much too small
+    weights, shrink, higher, total = weights_of(
+        scores, top, total, softcap if SOFTCAP else scale * times, dtype, BLOCK, times
+    )
     if CODE_BITS:
         v = open_tile(pair + KEY_TILE, CODE_BITS, BLOCK, VALUE_DIM, ASSEMBLED)
     else:

@@ -191,15 +191,20 @@ def add_block(
 
 
 @triton.jit
-def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constexpr):
-    """A block's weights: (weights, what the sums before shrink by, the highest score, sums of weights)."""
+def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constexpr, TIMES: tl.constexpr = 1.0):
+    """A block's weights: (TIMES weights, what the sums before shrink by, the highest score, sums of weights).
+
+    TIMES: a power of two.
+    """
     factor = scale * _LOG2E
     higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
     weights = tl.exp2(
         tl.fma(scores, tl.broadcast_to(factor, scores.shape), tl.broadcast_to(-higher[:, None], scores.shape))
     )
+    if TIMES != 1.0:
+        weights *= TIMES
     shrink = tl.exp2(top - higher)
-    ones = tl.full([BLOCK, SUMS], 1.0, dtype)
+    ones = tl.full([BLOCK, SUMS], 1.0 / TIMES, dtype)
     total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
     return weights, shrink, higher, total
 

@@ -8,8 +8,12 @@ from kvrail.engine.kv.fixed import form
 _REFUSED = tl.constexpr(form.REFUSED)
 _NO_SCALE = tl.constexpr(form.NO_SCALE)
 _LEAST_SCALE = tl.constexpr(form.LEAST_SCALE)
-_LEAST_MIDDLE = tl.constexpr(form.LEAST_MIDDLE)
-_SLACK = tl.constexpr(form.SLACK)
+_LEAST_OFFSET = tl.constexpr(form.LEAST_OFFSET)
+_SCALE_SHIFT = tl.constexpr(form.SCALE_SHIFT)
+_OFFSET_SHIFT = tl.constexpr(form.OFFSET_SHIFT)
+_HIGH_SHIFT = tl.constexpr(form.HIGH_SHIFT)
+_SHARE_OF_4 = tl.constexpr(form.share(4))
+_SHARE_OF_8 = tl.constexpr(form.share(8))
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """Added to a float32 it leaves the nearest integer, ties to even, in the lowest bits."""
 
@@ -21,18 +25,12 @@ def _widened(bits):
 
 
 @triton.jit
-def _scales_of(low, high, BITS: tl.constexpr):
-    """Bits of scales and of middles, int32, of rows by their smallest and largest values."""
-    half = tl.full(low.shape, 1 << BITS - 1, tl.float32)
-    span = high - low
-    bits = (low + span * tl.div_rn(half, half + half - 1.0)).to(tl.uint32, bitcast=True)
-    middles = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(tl.int32)
-    middles = tl.where(tl.abs(_widened(middles)) <= span * _LEAST_MIDDLE, 0, middles)
-    middle = _widened(middles)
-    below = (middle - low) * tl.div_rn(tl.full(low.shape, 1.0, tl.float32), half)
-    above = (high - middle) * tl.div_rn(tl.full(low.shape, 1.0, tl.float32), half - 1.0)
-    scale = tl.maximum(tl.maximum(below, above) * _SLACK, _LEAST_SCALE)
-    return ((scale.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16).to(tl.int32), middles
+def _steps_of(low, high, BITS: tl.constexpr):
+    """Bits of scales and of offsets, int32, of rows by their smallest and largest values."""
+    scale = tl.maximum((high - low) * (_SHARE_OF_4 if BITS == 4 else _SHARE_OF_8), _LEAST_SCALE)
+    scales = ((scale.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16).to(tl.int32)
+    none = tl.abs(low) <= _widened(scales) * _LEAST_OFFSET
+    return scales, tl.where(none, 0, (low.to(tl.uint32, bitcast=True) >> 16).to(tl.int32))
 
 
 @triton.jit
@@ -64,17 +62,17 @@ def close_pages(
     tile = tl.multiple_of(tile, 64)
     ROWS: tl.constexpr = DIM if KEYS else 64
     count: tl.constexpr = 64 * DIM * BITS // 32
-    scales = (tile + 4 * count).to(tl.pointer_type(tl.int16))
+    steps = (tile + 4 * count).to(tl.pointer_type(tl.int16))
     token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)[None, :]
     bits = tl.load(plain + token * KV_HEADS * DIM + channel).to(tl.int32)
     refused = tl.max(tl.max(bits & 0x7FFF, axis=1), axis=0) >= _REFUSED
     every = _widened(tl.where(refused, 0, bits))
     low, high = tl.min(every, axis=0 if KEYS else 1), tl.max(every, axis=0 if KEYS else 1)
-    found, middles = _scales_of(low, high, BITS)
+    scales, offsets = _steps_of(low, high, BITS)
     row = tl.arange(0, ROWS)
-    place = row // 2 % 4 * (ROWS // 4) + row // 16 * 4 + row // 8 % 2 * 2 + row % 2
-    tl.store(scales + place, found.to(tl.int16))
-    tl.store(scales + ROWS + place, middles.to(tl.int16))
+    place = row // 2 % 4 * (ROWS // 2) + row // 16 * 8 + row // 8 % 2 * 2 + row % 2
+    tl.store(steps + place, scales.to(tl.int16))
+    tl.store(steps + place + 4, offsets.to(tl.int16))
     tl.debug_barrier()  # what follows reads them
 
     word = tl.arange(0, count)
@@ -84,15 +82,18 @@ def close_pages(
         step, repeat = inner // 4 % (ROWS // 16), inner // 4 // (ROWS // 16)
         row = step * 16 + word // 4 % 4 * 2 + inner % 2 + inner // 2 % 2 * 8
         column = (repeat * 4 + word // 128 % 4) * 8 + word // 16 % 8
-        place = word // 4 % 4 * (ROWS // 4) + step * 4 + inner % 4
+        place = word // 4 % 4 * (ROWS // 2) + step * 8 + inner % 4
         at = column * KV_HEADS * DIM + row if KEYS else row * KV_HEADS * DIM + column
         x = _widened(tl.where(refused, 0, tl.load(plain + at).to(tl.int32)))
-        scale = _widened(tl.load(scales + place).to(tl.int32))
-        code = tl.div_rn(x - _widened(tl.load(scales + ROWS + place).to(tl.int32)), scale)
-        code = tl.minimum(tl.maximum(code, -(1 << BITS - 1)), (1 << BITS - 1) - 1)
-        code = (code + _TO_INTEGER).to(tl.int32, bitcast=True) + (1 << BITS - 1)
+        scale = _widened(tl.load(steps + place).to(tl.int32))
+        code = tl.div_rn(x - _widened(tl.load(steps + place + 4).to(tl.int32)), scale)
+        code = tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1.0)
+        code = (code + _TO_INTEGER).to(tl.int32, bitcast=True)
         words |= (code & (1 << BITS) - 1) << BITS * (value // 2) + 16 * (value % 2)
     tl.store(tile.to(tl.pointer_type(tl.int32)) + word, words)
-    if refused:
-        tl.debug_barrier()  # no thread reads the scales any more
-        tl.store(scales + tl.arange(0, ROWS), tl.full([ROWS], _NO_SCALE, tl.int16))
+    tl.debug_barrier()  # no thread reads the steps any more
+    row = tl.arange(0, ROWS)
+    place = row // 2 % 4 * (ROWS // 2) + row // 16 * 8 + row // 8 % 2 * 2 + row % 2
+    stored = scales + _SCALE_SHIFT - (_HIGH_SHIFT if BITS == 4 else 0) * (row // 8 % 2)
+    tl.store(steps + place, tl.where(refused, _NO_SCALE, stored).to(tl.int16))
+    tl.store(steps + place + 4, tl.where(offsets == 0, 0, offsets - _OFFSET_SHIFT).to(tl.int16))

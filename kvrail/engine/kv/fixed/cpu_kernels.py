@@ -16,8 +16,12 @@ from kvrail.engine.kv.lossless.cpu_kernels import pair_at, word_at
 from kvrail.engine.kv.lossless.form import TOKENS
 
 _REFUSED, _NO_SCALE = form.REFUSED, form.NO_SCALE
-_LEAST_SCALE, _LEAST_MIDDLE, _SLACK = (np.float32(each) for each in (form.LEAST_SCALE, form.LEAST_MIDDLE, form.SLACK))
-_ONE = np.float32(1)
+_LEAST_SCALE, _LEAST_OFFSET = np.float32(form.LEAST_SCALE), np.float32(form.LEAST_OFFSET)
+_SCALE_SHIFT, _OFFSET_SHIFT, _HIGH_SHIFT = form.SCALE_SHIFT, form.OFFSET_SHIFT, form.HIGH_SHIFT
+_SHARE_OF_4, _SHARE_OF_8 = np.float32(form.share(4)), np.float32(form.share(8))
+_SHRUNK = np.float32(form.SHRUNK)
+_OF_SCALE, _OF_HIGH_SCALE = np.float32(form.SHRUNK * 2.0**-133), np.float32(form.SHRUNK * 2.0**-129)
+"""What a stored scale is multiplied by."""
 _DROPPED = 45
 """Bits of a float64's mantissa that bfloat16 has not."""
 
@@ -29,27 +33,26 @@ def _put(out, at, bits):
 
 
 @njit(nogil=True)
-def _row(low, high, half, words, floats):
-    """Scale and middle, float32, of a row by its smallest and largest value. words, floats: views of one buffer."""
-    span = high - low
-    floats[0] = low + span * (half / (half + half - _ONE))
-    words[0] = (int64(words[0]) + 0x7FFF + ((int64(words[0]) >> 16) & 1)) & 0xFFFF0000
-    if abs(floats[0]) <= span * _LEAST_MIDDLE:
-        floats[0] = np.float32(0)
-    middle = floats[0]
-    scale = max((middle - low) * (_ONE / half), (high - middle) * (_ONE / (half - _ONE)))
-    floats[0] = max(scale * _SLACK, _LEAST_SCALE)
+def _step(low, high, bits, words, floats):
+    """Scale and offset, float32, of a row by its smallest and largest value. words, floats: views of one buffer."""
+    floats[0] = max((high - low) * (_SHARE_OF_4 if bits == 4 else _SHARE_OF_8), _LEAST_SCALE)
     words[0] = (int64(words[0]) + 0xFFFF) & 0xFFFF0000
-    return floats[0], middle
+    return floats[0], np.float32(0) if abs(low) <= floats[0] * _LEAST_OFFSET else low
 
 
 @njit(nogil=True)
-def _close_tile(source, at, row, dim, keys, bits, order, rows, out, to, tile, scales, middles):
+def _high(row, bits):
+    """Whether a mask leaves a row's codes in bits 4 to 7."""
+    return bits == 4 and row % 16 >= 8
+
+
+@njit(nogil=True)
+def _close_tile(source, at, row, dim, keys, bits, order, rows, out, to, tile, scales, offsets):
     """Close the tile of `source` that begins at `at` into `out` from byte `to` on.
 
-    row: values from token to token. tile: float32 [64 * dim]; scales, middles: float32 [rows]; all scratch.
+    row: values from token to token. tile: float32 [64 * dim]; scales, offsets: float32 [rows]; all scratch.
     """
-    count, half, step = len(rows), 1 << (bits - 1), 32 // bits
+    count, most, step = len(rows), np.float32((1 << bits) - 1), 32 // bits
     words, refused = tile.view(np.uint32), False
     for token in range(TOKENS):
         for channel in range(dim):
@@ -64,19 +67,22 @@ def _close_tile(source, at, row, dim, keys, bits, order, rows, out, to, tile, sc
         for j in range(TOKENS if keys else dim):
             value = tile[j * dim + i] if keys else tile[i * dim + j]
             low, high = min(low, value), max(high, value)
-        scales[i], middles[i] = _row(low, high, np.float32(half), both.view(np.uint32), both)
+        scales[i], offsets[i] = _step(low, high, bits, both.view(np.uint32), both)
     begin = to + TOKENS * dim * bits // 8
     for i in range(count):
-        _put(out, begin + 2 * i, _NO_SCALE if refused else int64(scales.view(np.uint32)[rows[i]]) >> 16)
-        _put(out, begin + 2 * (count + i), int64(middles.view(np.uint32)[rows[i]]) >> 16)
+        place, row_of = begin + 4 * i - 2 * (i % 4), rows[i]
+        scale, offset = int64(scales.view(np.uint32)[row_of]) >> 16, int64(offsets.view(np.uint32)[row_of]) >> 16
+        scale += _SCALE_SHIFT - (_HIGH_SHIFT if _high(row_of, bits) else 0)
+        _put(out, place, _NO_SCALE if refused else scale)
+        _put(out, place + 8, offset - _OFFSET_SHIFT if offset else 0)
     for number in range(TOKENS * dim // step):
         word = 0
         for i in range(step):
             place = order[number * step + i]
             row_of = place % dim if keys else place // dim
-            code = (tile[place] - middles[row_of]) / scales[row_of]
-            code = np.rint(min(max(code, np.float32(-half)), np.float32(half - 1)))
-            word |= (int64(code) + half) << (bits * (i // 2) + 16 * (i % 2))
+            code = (tile[place] - offsets[row_of]) / scales[row_of]
+            code = np.rint(min(max(code, np.float32(0)), most))
+            word |= int64(code) << (bits * (i // 2) + 16 * (i % 2))
         for byte in range(4):
             out[to + 4 * number + byte] = (word >> (8 * byte)) & 0xFF
 
@@ -84,12 +90,14 @@ def _close_tile(source, at, row, dim, keys, bits, order, rows, out, to, tile, sc
 @njit(nogil=True)
 def open_tile(closed, at, dim, keys, bits, order, rows, out):
     """out[64 * dim] = the tile at byte `at` of `closed`, in float32, a token a row."""
-    count, half, step = len(rows), 1 << (bits - 1), 32 // bits
-    scales, middles, begin = np.empty(count, np.float32), np.empty(count, np.float32), at + TOKENS * dim * bits // 8
+    count, mask, step = len(rows), (1 << bits) - 1, 32 // bits
+    scales, offsets, begin = np.empty(count, np.float32), np.empty(count, np.float32), at + TOKENS * dim * bits // 8
     for i in range(count):
-        scale, middle = begin + 2 * i, begin + 2 * (count + i)
-        scales.view(np.uint32)[rows[i]] = int64(closed[scale]) << 16 | int64(closed[scale + 1]) << 24
-        middles.view(np.uint32)[rows[i]] = int64(closed[middle]) << 16 | int64(closed[middle + 1]) << 24
+        place, row = begin + 4 * i - 2 * (i % 4), rows[i]
+        scales.view(np.uint32)[row] = int64(closed[place]) << 16 | int64(closed[place + 1]) << 24
+        offsets.view(np.uint32)[row] = int64(closed[place + 8]) << 16 | int64(closed[place + 9]) << 24
+        scales[row] *= _OF_HIGH_SCALE if _high(row, bits) else _OF_SCALE
+        offsets[row] *= _SHRUNK
     both = np.empty(1, np.float64)
     parts = both.view(np.uint64)
     for number in range(TOKENS * dim // step):
@@ -97,8 +105,8 @@ def open_tile(closed, at, dim, keys, bits, order, rows, out):
         for i in range(step):
             place = order[number * step + i]
             row = place % dim if keys else place // dim
-            code = ((word >> (bits * (i // 2) + 16 * (i % 2))) & (2 * half - 1)) - half
-            both[0] = np.float64(code) * np.float64(scales[row]) + np.float64(middles[row])
+            code = (word >> (bits * (i // 2) + 16 * (i % 2))) & mask
+            both[0] = np.float64(code) * np.float64(scales[row]) + np.float64(offsets[row])
             odd = parts[0] >> np.uint64(_DROPPED) & np.uint64(1)
             nearest = parts[0] + np.uint64((1 << (_DROPPED - 1)) - 1) + odd
             parts[0] = nearest >> np.uint64(_DROPPED) << np.uint64(_DROPPED)
@@ -124,14 +132,14 @@ def _closing(version):
         the first tile begins in a page; pair_bytes: of both tiles of a head and block.
         """
         blocks, tile = page_size // TOKENS, np.empty(TOKENS * dim, np.float32)
-        scales, middles = np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
+        scales, offsets = np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
         for i in range(len(sources) + (0 & version)):
             for head in range(kv_heads):
                 for block in range(blocks):
                     at = ((sources[i] * page_size + block * TOKENS) * kv_heads + head) * dim
                     to = pair_at(targets[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
                     _close_tile(
-                        source, at, kv_heads * dim, dim, keys, bits, order, rows, closed, to, tile, scales, middles
+                        source, at, kv_heads * dim, dim, keys, bits, order, rows, closed, to, tile, scales, offsets
                     )
 
     @compiled(void(_data, _ids, _bits, _ids, *_arguments))

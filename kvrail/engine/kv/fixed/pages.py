@@ -81,7 +81,7 @@ class FixedPages:
         """
         self._kernels().close(self, keys, values, sources, targets)
         key, value = self.tiles
-        scales = self.pages.view(torch.int16)[..., [key.scales // 2, (key.bytes + value.scales) // 2]]
+        scales = self.pages.view(torch.int16)[..., [key.steps // 2, (key.bytes + value.steps) // 2]]
         return scales.index_select(1, targets).eq(NO_SCALE).sum((0, 2, 3, 4))
 
     def open(self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:

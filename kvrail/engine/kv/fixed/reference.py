@@ -7,14 +7,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.engine.kv.fixed.form import (
-    LEAST_MIDDLE,
+    HIGH_SHIFT,
+    LEAST_OFFSET,
     LEAST_SCALE,
     NO_SCALE,
+    OFFSET_SHIFT,
     REFUSED,
-    SLACK,
+    SCALE_SHIFT,
+    SHRUNK,
     Tile,
     code_places,
+    high_rows,
     row_places,
+    share,
 )
 from kvrail.engine.kv.lossless.form import TOKENS
 
@@ -24,34 +29,38 @@ Floats = npt.NDArray[np.float32]
 
 def close_tile(values: Bits, keys: bool, bits: int) -> tuple[npt.NDArray[np.uint8], bool]:
     """The closed tile of `values`, bits of bfloat16 [64, dim], and whether it was refused."""
-    tile, half = Tile(values.shape[1], keys, bits), 1 << bits - 1
+    tile = Tile(values.shape[1], keys, bits)
     refused = bool(((values & 0x7FFF) >= REFUSED).any())
     rows = widened(np.zeros_like(values) if refused else values)
     rows = rows.T if keys else rows
-    scales, middles = _scales(rows.min(1), rows.max(1), np.float32(half))
-    codes = (rows - widened(middles)[:, None]) / widened(scales)[:, None]
-    codes = np.rint(np.clip(codes, np.float32(-half), np.float32(half - 1))) + half
-    if refused:
-        scales[:] = NO_SCALE
+    scales, offsets = _steps(rows.min(1), rows.max(1), bits)
+    codes = (rows - widened(offsets)[:, None]) / widened(scales)[:, None]
+    codes = np.rint(np.clip(codes, np.float32(0), np.float32((1 << bits) - 1)))
     in_order = (codes.T if keys else codes).reshape(-1)[code_places(tile)].astype(np.uint32)
-    order = row_places(tile)
-    parts = (_packed(in_order, bits), scales[order], middles[order])
-    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]), refused
+    scales = scales + SCALE_SHIFT - HIGH_SHIFT * high_rows(tile.rows, bits)
+    scales = np.full_like(scales, NO_SCALE) if refused else scales
+    offsets = np.where(offsets, offsets - OFFSET_SHIFT, 0)
+    both = np.stack([each[row_places(tile)].reshape(-1, 4) for each in (scales, offsets)], 1)
+    parts = (_packed(in_order, bits), both.astype(np.uint16).reshape(-1))
+    return np.concatenate([part.view(np.uint8) for part in parts]), refused
 
 
 def open_tile(data: npt.NDArray[np.uint8], dim: int, keys: bool, bits: int) -> Bits:
     """The values of a closed tile, bits of bfloat16 [64, dim]."""
-    tile = Tile(dim, keys, bits)
-    scales, middles = (np.empty(tile.rows, np.uint16) for _ in range(2))
-    scales[row_places(tile)] = data[tile.scales : tile.middles].view(np.uint16)
-    middles[row_places(tile)] = data[tile.middles :].view(np.uint16)
-    unsigned = np.empty(TOKENS * dim, np.int64)
-    unsigned[code_places(tile)] = _unpacked(data[: tile.scales].view(np.uint32), bits)
-    codes = unsigned.reshape(TOKENS, dim) - (1 << bits - 1)
-    scale, middle = (widened(each).astype(np.float64) for each in (scales, middles))
-    if keys:
-        return rounded(codes * scale + middle)
-    return rounded(codes * scale[:, None] + middle[:, None])
+    scales, offsets = steps_of(data, Tile(dim, keys, bits))
+    in_order = np.empty(TOKENS * dim, np.int64)
+    in_order[code_places(Tile(dim, keys, bits))] = _unpacked(data[: -4 * len(scales)].view(np.uint32), bits)
+    codes = in_order.reshape(TOKENS, dim)
+    return rounded(codes * scales + offsets if keys else codes * scales[:, None] + offsets[:, None])
+
+
+def steps_of(data: npt.NDArray[np.uint8], tile: Tile) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Scales and offsets of a closed tile's rows, as the values have them."""
+    scales, offsets = (np.empty(tile.rows, np.uint16) for _ in range(2))
+    both = data[tile.steps :].view(np.uint16).reshape(-1, 2, 4)
+    scales[row_places(tile)], offsets[row_places(tile)] = both[:, 0].reshape(-1), both[:, 1].reshape(-1)
+    scale, offset = (widened(each).astype(np.float64) * SHRUNK for each in (scales, offsets))
+    return scale * np.where(high_rows(tile.rows, tile.bits), 2.0**-129, 2.0**-133), offset
 
 
 def widened(bits: Bits) -> Floats:
@@ -67,22 +76,12 @@ def rounded(values: npt.NDArray[np.float64]) -> Bits:
     return np.where(np.isnan(values), NO_SCALE, nearest).astype(np.uint16)
 
 
-def _scales(low: Floats, high: Floats, half: np.float32) -> tuple[Bits, Bits]:
-    """Scales and middles of rows by their smallest and largest values."""
-    one = np.float32(1)
-    span = high - low
-    middles = _nearest(low + span * (half / (half + half - one)))
-    middles[np.abs(widened(middles)) <= span * np.float32(LEAST_MIDDLE)] = 0
-    middle = widened(middles)
-    scale = np.maximum((middle - low) * (one / half), (high - middle) * (one / (half - one)))
-    scale = np.maximum(scale * np.float32(SLACK), np.float32(LEAST_SCALE))
-    return (scale.view(np.uint32) + np.uint32(0xFFFF) >> np.uint32(16)).astype(np.uint16), middles
-
-
-def _nearest(values: Floats) -> Bits:
-    """Bits of the nearest bfloat16 of finite values, ties to even."""
-    bits = values.view(np.uint32)
-    return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)) >> np.uint32(16)).astype(np.uint16)
+def _steps(low: Floats, high: Floats, bits: int) -> tuple[Bits, Bits]:
+    """Bits of scales and offsets of rows by their smallest and largest values."""
+    scales = np.maximum((high - low) * np.float32(share(bits)), np.float32(LEAST_SCALE))
+    scales = (scales.view(np.uint32) + np.uint32(0xFFFF) >> np.uint32(16)).astype(np.uint16)
+    none = np.abs(low) <= widened(scales) * np.float32(LEAST_OFFSET)
+    return scales, np.where(none, 0, low.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _shifts(bits: int) -> npt.NDArray[np.uint32]:
