@@ -236,7 +236,7 @@ class WorkerSettings(ServiceSettings):
     kv_dtype: KVDtype = Field("bfloat16", description="element type of the KV pages; equal on every worker")
     kv_cache: KVCache = Field(
         "plain",
-        description="full pages: lossless in 3/4 of the memory; int8, int4 in 1/2, 1/4, tokens change (docs/lossy-kv.md)",
+        description="full pages: lossless in 3/4 of the memory; int8, int4 in less, tokens change (docs/lossy-kv.md)",
     )
     _kv_cache_suits = field_validator("kv_cache")(classmethod(check_kv_cache))
     load_format: Literal["safetensors", "dummy"] = Field(

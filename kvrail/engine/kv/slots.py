@@ -1,6 +1,6 @@
 """Where pages lie in a pool that closes full ones: what the books of pages, closers and checks need of it.
 
-An open page lies in a slot of plain tensors, of which there are fewer than pages. `kvrail.engine.kv.lossless.slots` and
+An open page lies in a slot of plain tensors, which are fewer than pages. `kvrail.engine.kv.lossless.slots` and
 `kvrail.engine.kv.fixed.slots` are the two kinds.
 """
 

@@ -33,8 +33,8 @@ class Sequence:
     grammar. scored: leading tokens of the prompt behind which the next token's log probability has been reported.
     borrowed: whether some of the KV was not computed for it: another worker sent it, or it was cached. solitary:
     borrows nothing, since KV that it had borrowed gave no finite logits. closed: how many of its pages, behind the
-    first, it reads closed and needs open no more; None: it reads pages in the form that they have. steps: those in
-    flight that compute it.
+    first, it reads closed and needs open no more; None: it reads pages in the form that they have. steps: in-flight
+    ones that compute it.
     """
 
     request_id: str

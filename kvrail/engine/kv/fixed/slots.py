@@ -1,8 +1,8 @@
 """Which pages are open, which are closed, and which are both. No tensors.
 
 Every page has a closed slot: its own number. Open slots are handed out. A page is allocated open, and once it is full
-and final it waits to be closed; then it is in both forms. Its open slot is handed out again once nobody needs it: until
-then, whoever needs the page exact still finds it so.
+and final it waits to be closed; then it is in both forms. Once no table, copy or transfer needs it open its slot is
+spare: another page may take it. Until then the page can still be read exactly.
 
 A page with a refused tile is never closed, and neither is the first page of a sequence.
 """
@@ -17,7 +17,7 @@ from kvrail.engine.kv.slots import MOST_AT_ONCE, Closing
 
 
 class FixedSlots:
-    """The slots of `num_pages` pages, of which at most `open_slots` are open. See kvrail.engine.kv.slots.PageSlots.
+    """The slots of `num_pages` pages; at most `open_slots` are open. See kvrail.engine.kv.slots.PageSlots.
 
     open_slot: int32 [num_pages], each page's open slot; closed_slot: its own number where it is closed; -1: none.
     lead, find: see engine.batch.packing.PageForms.
@@ -31,7 +31,7 @@ class FixedSlots:
         self.open_slot[open_slots:] = -1
         self.closed_slot = np.full(num_pages, -1, dtype=np.int32)
         self._free: list[int] = []
-        self._spare: OrderedDict[int, None] = OrderedDict()  # closed pages that nobody needs open, longest first
+        self._spare: OrderedDict[int, None] = OrderedDict()  # pages whose open slot is spare, longest first
         self._needs = [0] * num_pages  # tables, copies and transfers that need it open
         self._generation = [0] * num_pages
         self._waiting: dict[int, None] = {}  # full pages, in the order in which they were filled
@@ -46,7 +46,7 @@ class FixedSlots:
 
     @property
     def free(self) -> int:
-        """Open slots that no page holds, or a page that nobody needs open."""
+        """Open slots that no page holds, and spare ones."""
         return len(self._free) + len(self._spare)
 
     @property
@@ -192,7 +192,7 @@ class FixedSlots:
         )
 
     def _offer(self, page: int) -> None:
-        """Let the page's open slot be handed out if it is closed and nobody needs it open."""
+        """Its open slot is spare if the page is closed and not needed open."""
         if not self._needs[page] and self.is_closed(page) and self.is_open(page):
             self._spare[page] = None
 
