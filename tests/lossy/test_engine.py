@@ -13,7 +13,7 @@ from tests.lossy.spec import Spec
 from tests.models import tiny_model
 
 BITS = {"int8": 8, "int4": 4}
-LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 320, 500)
+LENGTHS = (1, 64, 65, 191, 192, 193, 320, 500)
 OPTIONS = {"device": "cpu", "kv_dtype": "bfloat16", "max_running": 6, "max_batch_tokens": 256, "max_model_len": 768}
 
 
@@ -70,12 +70,12 @@ def test_tokens_are_those_of_the_contract(form: str, model: str) -> None:
 
 def test_requests_of_all_kinds_say_what_they_say_alone() -> None:
     """In few pages, so that some are preempted; over what is cached, and once more."""
-    prompts, params = requests_of_all_kinds(12, 400, 260)
+    prompts, params = requests_of_all_kinds(10, 300, 220)
     prompts = [[token % 256 for token in prompt] for prompt in prompts]
     options = OPTIONS | {"max_model_len": 1024}
     with LLM(random_model(), kv_cache="int4", kv_memory_gib=0.02, prefix_cache=False, **options) as llm:
         alone = [answers(llm.generate([prompt], [each]))[0] for prompt, each in zip(prompts, params, strict=True)]
-    with LLM(random_model(), kv_cache="int4", kv_memory_gib=0.0016, **options) as llm:
+    with LLM(random_model(), kv_cache="int4", kv_memory_gib=0.0014, **options) as llm:
         for _ in range(2):
             assert answers(llm.generate(prompts, params)) == alone
         llm._engine.check()
