@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvrail.config.origins import environment_of, explain, file_values, flag_name
@@ -19,6 +19,7 @@ from kvrail.config.types import (
     ComputeDtype,
     Decode,
     Device,
+    KVCache,
     KVDtype,
     Names,
     Networks,
@@ -26,6 +27,7 @@ from kvrail.config.types import (
     Port,
     SamplingDefaults,
     Workers,
+    check_kv_cache,
     one_role_default,
 )
 from kvrail.errors import ConfigError
@@ -232,10 +234,11 @@ class WorkerSettings(ServiceSettings):
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     dtype: ComputeDtype = Field("auto", description="compute type; auto: float32 on a CPU, bfloat16 on CUDA")
     kv_dtype: KVDtype = Field("bfloat16", description="element type of the KV pages; equal on every worker")
-    kv_cache: Literal["plain", "lossless"] = Field(
+    kv_cache: KVCache = Field(
         "plain",
-        description="lossless: full pages take 3/4 of the memory, no token changes (docs/lossless-kv.md)",
+        description="full pages: lossless in 3/4 of the memory; int8, int4 in less, tokens change (docs/lossy-kv.md)",
     )
+    _kv_cache_suits = field_validator("kv_cache")(classmethod(check_kv_cache))
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights from a fixed seed, for benchmarks"
     )

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic_settings import NoDecode
 
+from kvrail.values.kv_cache import ExactForm, LossyForm, is_exact
+
 T = TypeVar("T")
 DNS = "dns+"
 """Before host:port: workers have whatever addresses that name has at the time."""
@@ -71,6 +73,16 @@ def one_role_default(none: object) -> Callable[[Any], Any]:
     return complete
 
 
+def check_kv_cache(worker: Any, value: str) -> str:
+    """A validator of a worker's form of pages: one that prefills alone keeps exact pages."""
+    if worker.roles == ("prefill",) and not is_exact(value):
+        raise ValueError(
+            f"{value} loses bits, and prompts are computed over exact pages: only workers that decode keep such pages;"
+            " set it for them alone, in table [decode], and plain or lossless here"
+        )
+    return value
+
+
 def _check_decode(value: T, info: ValidationInfo) -> T:
     if not (value or info.data.get("workers")):
         raise ValueError("some worker must decode; give --workers or --decode-workers")
@@ -86,5 +98,6 @@ Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], N
 Networks = Annotated[tuple[Annotated[str, AfterValidator(_check_network)], ...], NoDecode, BeforeValidator(_split)]
 SamplingDefaults = Annotated[dict[str, int | float | None], NoDecode, BeforeValidator(_parse_object)]
 Device = Annotated[str, AfterValidator(_check_device)]
+KVCache = Literal[ExactForm, LossyForm]
 KVDtype = Literal["bfloat16", "float16", "float32", "float8_e5m2", "float8_e4m3fn"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]

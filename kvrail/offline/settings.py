@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from kvrail.config.origins import explain
 from kvrail.config.settings import WorkerSettings
-from kvrail.config.types import ComputeDtype, KVDtype
+from kvrail.config.types import ComputeDtype, KVCache, KVDtype
 from kvrail.errors import ConfigError
 from kvrail.worker.budgets import MOST_PLACES
 
@@ -23,7 +23,7 @@ class Options(TypedDict, total=False):
     device: str
     dtype: ComputeDtype
     kv_dtype: KVDtype
-    kv_cache: Literal["plain", "lossless"]
+    kv_cache: KVCache
     load_format: Literal["safetensors", "dummy"]
     weights: Literal["plain", "compact", "tbe"]
     page_size: int

@@ -10,7 +10,8 @@ Asked = Literal["", "exact", ExactForm, LossyForm]
 EXACT = "exact"
 EXACT_FORMS: tuple[str, ...] = get_args(ExactForm)
 """Attention reads every bit that was computed."""
-FORMS: tuple[str, ...] = (*EXACT_FORMS, *get_args(LossyForm))
+LOSSY_FORMS: tuple[str, ...] = get_args(LossyForm)
+FORMS: tuple[str, ...] = (*EXACT_FORMS, *LOSSY_FORMS)
 
 
 def is_exact(form: str) -> bool:

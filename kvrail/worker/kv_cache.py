@@ -4,7 +4,7 @@ import logging
 
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.kv.cache import PagedCache, pages_that_fit
-from kvrail.engine.kv.lossless_cache import LosslessCache, LosslessSize, refusal, size_that_fits
+from kvrail.engine.kv.closing_cache import ClosingCache, PoolSize, refusal, size_that_fits
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.step.closing import PageCloser
@@ -14,7 +14,7 @@ from kvrail.worker.budgets import most_running
 logger = logging.getLogger("kvrail.worker")
 
 
-def pages_for(settings: WorkerSettings, loaded: LoadedModel) -> tuple[int | LosslessSize, int]:
+def pages_for(settings: WorkerSettings, loaded: LoadedModel) -> tuple[int | PoolSize, int]:
     """The pages that fit, and most sequences of a step.
 
     Raises ConfigError where none fit, or where they have no form that is asked for.
@@ -30,18 +30,16 @@ def pages_for(settings: WorkerSettings, loaded: LoadedModel) -> tuple[int | Loss
     running = most_running(settings, num_pages)
     if settings.kv_cache == "plain":
         return num_pages, running
-    if why := refusal(layout, loaded.device, loaded.dtype):
-        raise ConfigError(f"kv_cache is 'lossless', but {why}; set it to plain")
-    size = size_that_fits(
-        layout, loaded.device, settings.kv_memory_gib, max_running=running, max_model_len=loaded.max_model_len
-    )
-    return size, running
+    form, memory, longest = settings.kv_cache, settings.kv_memory_gib, loaded.max_model_len
+    if why := refusal(form, layout, loaded.device, loaded.dtype):
+        raise ConfigError(f"kv_cache is {form!r}, but {why}; set it to plain")
+    return size_that_fits(layout, loaded.device, memory, form, max_running=running, max_model_len=longest), running
 
 
 def page_pool(settings: WorkerSettings, cache: PagedCache) -> tuple[PagePool, PageCloser | None]:
     """The books of the pages, and what closes full ones."""
     pool = PagePool(cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache, slots=cache.slots)
-    return pool, PageCloser(pool, cache) if isinstance(cache, LosslessCache) else None
+    return pool, PageCloser(pool, cache) if isinstance(cache, ClosingCache) else None
 
 
 def describe(cache: PagedCache) -> str:

@@ -63,6 +63,21 @@ def test_the_router_knows_each_worker_and_ports_are_apart(model):
         assert worker.host == LOOPBACK
 
 
+def test_a_lossy_form_of_pages_is_for_workers_that_decode(model, tmp_path):
+    for role, workers in (("--decode-workers", ["plain", "int4"]), ("--workers", ["int4"])):
+        _, *given = map(settings_of, plan("--kv-cache", "int4", role, "1", model=model).processes)
+        assert [worker.kv_cache for worker in given] == workers
+    _, *given = map(settings_of, plan("--kv-cache", "lossless", model=model).processes)
+    assert [worker.kv_cache for worker in given] == ["lossless", "lossless"]
+    file = tmp_path / "cluster.toml"
+    file.write_text('kv_cache = "int8"')
+    with pytest.raises(ConfigError, match=r"kv_cache in .*: int8 loses bits.*, in table \[decode\]"):
+        plan(config=file, model=model)
+    file.write_text('[decode]\nkv_cache = "int8"')
+    _, *given = map(settings_of, plan(config=file, model=model).processes)
+    assert [worker.kv_cache for worker in given] == ["plain", "int8"]
+
+
 def test_a_port_is_given_once_however_few_there_are(model, monkeypatch):
     monkeypatch.setattr(
         "kvrail.cli.cluster.plan.WORKER_PORTS", [port for port in range(21_000, 21_020) for _ in range(20)]

@@ -29,11 +29,12 @@ class Bench:
         ahead=False,
         tier=None,
         slotted=None,
+        machine=PageMachine,
         **limits,
     ):
         settings = {"max_batch_tokens": 16, "max_running": 8, "max_waiting": 64, **limits}
         self.registry = CollectorRegistry()
-        self.machine = PageMachine(num_pages, page_size, ahead=ahead)
+        self.machine = machine(num_pages, page_size, ahead=ahead)
         self.pool = PagePool(
             num_pages,
             page_size,
@@ -98,8 +99,11 @@ class Transfer:
         self.held = bench.of(name, Admitted)[0].cached_tokens
 
     def first(self) -> None:
+        self.report_first(expected(self.prompt, 1)[0])
+
+    def report_first(self, *tokens: int) -> None:
         with self.bench.engine.change() as requests:
-            requests.receive_first_tokens(self.name, [SampledToken(expected(self.prompt, 1)[0])])
+            requests.receive_first_tokens(self.name, [SampledToken(token) for token in tokens])
 
     def write(self, wrong: bool) -> None:
         tokens = [(token + wrong) % VOCAB for token in self.prompt]

@@ -14,8 +14,9 @@ AT_ONCE = 16
 class Traffic:
     """Submits requests and reports on transfers in any possible order, between steps and while one computes."""
 
-    def __init__(self, bench: Bench, seed: int) -> None:
+    def __init__(self, bench: Bench, seed: int, transfer: type[Transfer] = Transfer) -> None:
         self.bench = bench
+        self._transfer = transfer
         self.rng = random.Random(seed)
         self.prompts: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
@@ -50,7 +51,7 @@ class Traffic:
         self.bench.engine.abort(self.rng.choice(names or ["nobody"]))
 
     def _begin(self, name: str) -> Transfer:
-        transfer = Transfer(self.bench, name, self.prompts[name])
+        transfer = self._transfer(self.bench, name, self.prompts[name])
         transfer.first()
         return transfer
 

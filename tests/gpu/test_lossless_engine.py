@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from kvrail.engine.batch.batch import SequenceSlice  # noqa: E402
-from kvrail.engine.kv.lossless_cache import LosslessCache, LosslessSize  # noqa: E402
+from kvrail.engine.kv.closing_cache import LosslessCache, PoolSize  # noqa: E402
 from kvrail.engine.model.loader import load_model  # noqa: E402
 from kvrail.engine.step.runner import ModelRunner  # noqa: E402
 from tests.lossless.serving import DEMO_MODEL, answers, demo_ids, requests  # noqa: E402
@@ -40,7 +40,7 @@ def test_captured_steps_over_closed_pages() -> None:
         DEMO_MODEL, device="cuda", dtype="bfloat16", kv_dtype="bfloat16", page_size=64, load_format="safetensors"
     )
     found = []
-    for size in (40, LosslessSize(60, 40)):
+    for size in (40, PoolSize(60, 40)):
         runner = ModelRunner(loaded, size, max_running=6, max_batch_tokens=512, compile=False)
         runner.warm_up()
         assert runner.finding.holds

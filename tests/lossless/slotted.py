@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from kvrail.engine.kv.lossless.slots import Closing, PageSlots
+from kvrail.engine.kv.lossless.slots import LosslessSlots
+from kvrail.engine.kv.slots import Closing
 
 
 class Outcome:
     def __init__(self, failed: list[int], polls: int) -> None:
         self.failed = failed
-        self.free_units = 0
         self._polls = polls
 
     def known(self, *, wait: bool = False) -> bool:
@@ -23,11 +23,11 @@ class Outcome:
 class SlottedCells:
     """Stands for LosslessCache, and for the cells of a page machine. odd: how likely a page finds no spare unit."""
 
-    num_units = free_units = 0
+    raw_tiles = 0
     page_tiles = 1
 
     def __init__(self, num_pages: int, open_pages: int, page_size: int, odd: float = 0.0, seed: int = 0) -> None:
-        self.slots = PageSlots(num_pages, open_pages)
+        self.slots = LosslessSlots(num_pages, open_pages)
         self.open = np.full((open_pages, page_size), -1, dtype=np.int64)
         self.closed = np.full((num_pages - open_pages, page_size), -1, dtype=np.int64)
         self.dropped: set[int] = set()
@@ -59,6 +59,9 @@ class SlottedCells:
         self.closings += len(failed)
         self.failures += sum(failed)
         return Outcome(failed, self._rng.randrange(4))
+
+    def take_in(self, outcome: Outcome) -> None:
+        pass
 
     def _page(self, page: int) -> np.ndarray:
         slot = int(self.slots.slot_of[page])

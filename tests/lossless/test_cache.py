@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvrail.engine.kv.lossless_cache import LosslessCache, LosslessSize, size_that_fits
+from kvrail.engine.kv.closing_cache import LosslessCache, PoolSize, size_that_fits
 from kvrail.transfer.streams import SideStream
 from kvrail.values.layout import KVLayout
 from kvrail.worker.pages import LeasedPages
@@ -14,7 +14,7 @@ LAYOUT = KVLayout(3, 2, 64, 64, 64, "bfloat16")
 
 def filled(open_pages: int = 6) -> tuple[LosslessCache, list[torch.Tensor]]:
     """A pool with all pages open and written, and copies of them, as integers."""
-    cache = LosslessCache(LAYOUT, LosslessSize(open_pages + 4, open_pages), "cpu")
+    cache = LosslessCache(LAYOUT, PoolSize(open_pages + 4, open_pages), "cpu")
     cache.slots.clear()
     for page in range(open_pages):
         cache.slots.begin(page)
@@ -70,7 +70,7 @@ def test_a_closed_page_is_never_written() -> None:
 def test_a_pool_fits_into_its_memory() -> None:
     layout = KVLayout(36, 8, 128, 128, 64, "bfloat16")
     for gib, context, running in ((45, 8192, 64), (20, 40960, 256), (2, 40960, 64)):
-        size = size_that_fits(layout, "cpu", gib, max_running=running, max_model_len=context)
+        size = size_that_fits(layout, "cpu", gib, "lossless", max_running=running, max_model_len=context)
         assert 0 <= (gib << 30) - LosslessCache(layout, size, "meta").bytes < layout.page_bytes
         plain = (gib << 30) // layout.page_bytes
         assert size.num_pages > plain and size.open_pages <= max(plain * 3 // 4, context // 64 + 2 * running)

@@ -6,7 +6,7 @@ import pytest
 
 from kvrail import LLM
 from kvrail.config.settings import DEMO_MODEL
-from kvrail.engine.kv import lossless_cache
+from kvrail.engine.kv import closing_cache
 from kvrail.errors import ConfigError
 from tests.lossless.serving import answers, requests
 from tests.models import tiny_model
@@ -26,8 +26,8 @@ def test_lossless_pages_change_no_token() -> None:
 
 def test_pages_without_spare_units_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no unit is found, what was closed cannot be opened: were it read, tokens would change."""
-    known = lossless_cache.Closed.failed.fget
-    monkeypatch.setattr(lossless_cache.Closed, "failed", property(lambda self: [1] * len(known(self))))
+    known = closing_cache.Outcome.failed.fget
+    monkeypatch.setattr(closing_cache.Outcome, "failed", property(lambda self: [1] * len(known(self))))
     asked = requests(8, 200, 100, seed=1)
     plain, _ = answers("plain", asked, **OPTIONS)
     lossless, closing = answers("lossless", asked, **OPTIONS)

@@ -6,15 +6,15 @@ import torch
 from kvrail.engine.attention.meta import decode
 from kvrail.engine.batch.batch import SequenceSlice
 from kvrail.engine.batch.packing import pack
-from kvrail.engine.kv.lossless.slots import PageSlots
+from kvrail.engine.kv.lossless.slots import LosslessSlots
 from kvrail.engine.step.buffers import StepBuffer, decode_size, mixed_size
 
 PAGE = 4
 
 
-def some_slots() -> PageSlots:
+def some_slots() -> LosslessSlots:
     """Pages 0 to 2 and 5 closed, in slots 0 to 2 and 3; pages 3 and 4 open; page 6 free."""
-    slots = PageSlots(12, 6)
+    slots = LosslessSlots(12, 6)
     slots.clear()
     for page in range(6):
         slots.begin(page)

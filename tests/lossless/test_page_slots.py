@@ -2,19 +2,19 @@
 
 import pytest
 
-from kvrail.engine.kv.lossless.slots import PageSlots
+from kvrail.engine.kv.lossless.slots import LosslessSlots
 
 
-def slots_of(pages: int = 4) -> PageSlots:
+def slots_of(pages: int = 4) -> LosslessSlots:
     """With this many open pages, and room to close all of them."""
-    slots = PageSlots(2 * pages, pages)
+    slots = LosslessSlots(2 * pages, pages)
     slots.clear()
     for page in range(pages):
         slots.begin(page)
     return slots
 
 
-def close(slots: PageSlots, failed: dict[int, int] | None = None) -> list[int]:
+def close(slots: LosslessSlots, failed: dict[int, int] | None = None) -> list[int]:
     ready = slots.ready()
     slots.choose(ready)
     slots.settle([(failed or {}).get(page, 0) for page in ready])
@@ -92,7 +92,7 @@ def test_pages_behind_one_without_a_spare_unit_stay_open() -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 5])
 def test_no_more_pages_are_closed_than_there_is_room_for(room: int) -> None:
-    slots = PageSlots(4 + room, 4)
+    slots = LosslessSlots(4 + room, 4)
     slots.clear()
     for page in range(4):
         slots.begin(page)

@@ -22,6 +22,7 @@ from kvrail.config.settings import (
 )
 from kvrail.errors import ConfigError
 from kvrail.telemetry.tracing import check_tracing
+from kvrail.values.kv_cache import LOSSY_FORMS
 
 LOOPBACK = "127.0.0.1"
 WORKER_PORTS = range(20_000, 32_768)
@@ -74,8 +75,7 @@ def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[st
     Raises ConfigError where a setting is wrong, the router's port is taken, or a GPU is asked for and there is none.
     """
     up = UpSettings.load(_of(UpSettings, flags), config)
-    handed = {name: value for name, value in flags.items() if name not in CHOSEN}
-    router_flags = {name: flags[name] for name in ("host", "port") if name in flags} | _of(RouterSettings, handed)
+    router_flags = {name: flags[name] for name in ("host", "port") if name in flags} | _handed(RouterSettings, flags)
     router = RouterSettings.load(router_flags, config)
     roles: list[tuple[str, int, WorkerSettings]] = []
     for role, cls, count in (
@@ -83,7 +83,7 @@ def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[st
         ("decode", DecodeSettings, up.decode_workers),
         ("worker", BothSettings, up.workers),
     ):
-        settings = cls.load(_of(cls, handed), config)
+        settings = cls.load(_handed(cls, flags), config)
         check_model(settings.model)
         check_worker(settings)
         check_tracing(settings.otlp_endpoint)
@@ -100,7 +100,7 @@ def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[st
     processes = [_router_process(router, router_flags, http_port, workers, config)]
     for worker in workers:
         sharing = devices.count(worker.device)
-        processes.append(_worker_process(worker, handed, config, len(workers), _memory(worker, sharing, gpus)))
+        processes.append(_worker_process(worker, flags, config, len(workers), _memory(worker, sharing, gpus)))
     return Cluster(tuple(processes), router, up.startup_timeout_s, up.restarts, device)
 
 
@@ -123,6 +123,14 @@ def threads_each(workers: int, cpus: int) -> int:
 
 def _of(cls: type[RouterSettings | WorkerSettings | UpSettings], flags: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in flags.items() if name in cls.model_fields}
+
+
+def _handed(cls: type[RouterSettings | WorkerSettings], flags: Mapping[str, object]) -> dict[str, object]:
+    """The flags that go to a service. A lossy form of pages is not for workers that prefill alone."""
+    handed = {name: value for name, value in _of(cls, flags).items() if name not in CHOSEN}
+    if cls is PrefillSettings and handed.get("kv_cache") in LOSSY_FORMS:
+        del handed["kv_cache"]
+    return handed
 
 
 def _reserve(held: ExitStack, host: str, port: int, flag: str = "--port") -> int:
@@ -190,7 +198,7 @@ def _worker_process(
     worker: _Worker, flags: Mapping[str, object], config: Path | None, workers: int, memory: Mapping[str, object]
 ) -> Process:
     values = {
-        **_of(type(worker.settings), flags),
+        **_handed(type(worker.settings), flags),
         **memory,
         "host": LOOPBACK,
         "port": worker.port,

@@ -83,7 +83,5 @@ def _over_elements(device: torch.device) -> PageAttention:
     return cpu.paged_attention
 
 
-_ATTENTION: dict[str, Callable[[torch.device], PageAttention]] = {
-    name: _over_elements for name in ("plain", "scaled", "lossless")
-}
+_ATTENTION: dict[str, Callable[[torch.device], PageAttention]] = {name: _over_elements for name in FORMATS}
 """The attention of each form of pages on a device."""

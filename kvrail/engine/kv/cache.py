@@ -1,12 +1,13 @@
 """The page pool: KV of every layer, in pages of a fixed number of tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvrail.engine.kv.format import PageTensor
 from kvrail.engine.kv.formats import format_of
-from kvrail.engine.kv.lossless.slots import PageSlots
+from kvrail.engine.kv.slots import PageSlots
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 
@@ -43,6 +44,10 @@ class PagedCache:
     def open_pages(self) -> int:
         """The most pages that can be written: before requests come, the first ones."""
         return self.num_pages
+
+    def where(self, pages: Sequence[int]) -> Sequence[int]:
+        """Where pages lie in the tensors of pages that can be written; less than 0: they are closed."""
+        return pages
 
     @property
     def bytes(self) -> int:

@@ -1,10 +1,11 @@
-"""The forms of pages that there are: elements as they are computed, eight-bit ones with scales, and lossless pages."""
+"""The forms of pages that there are: elements as they are computed, eight-bit ones with scales, and closed pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from kvrail.engine.kv.fixed import pages as fixed
 from kvrail.engine.kv.fixed.pages import FixedLayer
 from kvrail.engine.kv.format import KVFormat, PageTensor, PageTensors
 from kvrail.engine.kv.lossless.pages import ClosedLayer, page_bytes
@@ -121,7 +122,7 @@ class ScaledFormat(PlainFormat):
 
 
 class LosslessFormat(PlainFormat):
-    """Plain pages, fewer than there are pages, and closed ones beside them: see `kvrail.engine.kv.lossless_cache`."""
+    """Plain pages, fewer than there are pages, and closed ones beside them: see `kvrail.engine.kv.closing_cache`."""
 
     name = "lossless"
 
@@ -136,7 +137,28 @@ class LosslessFormat(PlainFormat):
         return LayerPages(keys[index], values[index], closed=ClosedLayer(closed[index], spare, *dims))
 
 
-FORMATS: dict[str, KVFormat] = {form.name: form for form in (PlainFormat(), ScaledFormat(), LosslessFormat())}
+class FixedFormat(PlainFormat):
+    """Plain pages, and beside them closed ones of `bits` bits a value."""
+
+    def __init__(self, name: str, bits: int) -> None:
+        self.name, self._bits = name, bits
+
+    def page_bytes(self, layout: KVLayout) -> int:
+        """Bytes of a closed page over all layers."""
+        return fixed.page_bytes(layout, self._bits)
+
+    def layer(self, tensors: Sequence[torch.Tensor], index: int) -> LayerPages:
+        """Views of layer `index`. tensors: keys, values, closed pages."""
+        keys, values, closed = tensors
+        dims, page_size = (keys.shape[-1], values.shape[-1]), keys.shape[2]
+        return LayerPages(keys[index], values[index], closed=FixedLayer(closed[index], *dims, self._bits, page_size))
+
+
+CODE_BITS = {"int8": 8, "int4": 4}
+"""Bits of a value in the forms of a fixed width, by name."""
+
+_FIXED = tuple(FixedFormat(name, bits) for name, bits in CODE_BITS.items())
+FORMATS: dict[str, KVFormat] = {form.name: form for form in (PlainFormat(), ScaledFormat(), LosslessFormat(), *_FIXED)}
 """By name."""
 
 

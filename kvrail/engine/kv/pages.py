@@ -20,8 +20,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrail.engine.kv.lossless.slots import FEWEST_AT_ONCE, Closing, PageSlots
 from kvrail.engine.kv.prefix_events import PrefixEvents
+from kvrail.engine.kv.slots import FEWEST_AT_ONCE, Closing, PageSlots
 from kvrail.engine.kv.tier import KVTier
 from kvrail.values.pagehash import PageHash
 
@@ -80,14 +80,17 @@ class PagePool:
         """The most pages that one sequence can have: all of them may be open at once."""
         return self.num_pages if self.slots is None else self.slots.open_slots
 
-    def can_allocate(self, count: int, held: Iterable[int] = ()) -> bool:
-        """Whether `allocate(count)` would succeed once the pages `held` are acquired."""
+    def can_allocate(self, count: int, held: Iterable[int] = (), spared: int = 0) -> bool:
+        """Whether `allocate(count)` would succeed once the pages `held` are acquired.
+
+        spared: free open slots that they take.
+        """
         revived = [page for page in held if self.is_cached(page)]
         if count + len(revived) > self.available():
             return False
-        if self.slots is None or count <= self.slots.free:
+        if self.slots is None or count <= (free := self.slots.free - spared):
             return True
-        return count <= self.slots.free + self.slots.count_open(self._cached) - self.slots.count_open(revived)
+        return count <= free + self.slots.count_taken(self._cached) - self.slots.count_taken(revived)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, evicting cached ones where none is free. The caller becomes their only holder."""
@@ -95,7 +98,9 @@ class PagePool:
             raise ValueError(f"{count} pages asked for, {self.available()} available; ask can_allocate first")
         if self.slots is not None:
             self._free_slots(self.slots, count)
-        pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        while len(self._free) < count:
+            self._set_free(self._evict())
+        pages = [self._free.popleft() for _ in range(count)]
         for page in pages:
             if self.slots is not None:
                 self.slots.begin(page)
@@ -156,8 +161,7 @@ class PagePool:
     def fill(self, page_table: Sequence[int], number: int) -> None:
         """Page `number` of a page table is full and final: it may be closed."""
         if self.slots is not None:
-            self.slots.follow(page_table[max(number - 1, 0) : number + 1])
-            self.slots.fill(page_table[number])
+            self.slots.complete(page_table, number)
 
     def choose_closing(self, *, at_once: bool) -> Closing | None:
         """Pages to close now; `PageSlots.settle` must follow. None: there are none, or too few, unless `at_once`.
@@ -167,7 +171,7 @@ class PagePool:
         if self.slots is None or not (ready := self.slots.ready()):
             return None
         scarce = self.slots.free < self.slots.open_slots // 4
-        if len(ready) < FEWEST_AT_ONCE and not (at_once or scarce):
+        if len(ready) < FEWEST_AT_ONCE and not (at_once or scarce or self.slots.urgent):
             return None
         if scarce and len(ready) > self.slots.free_closed:
             closed = [page for page in self._cached if self.slots.is_closed(page)]
@@ -228,7 +232,7 @@ class PagePool:
     def _free_slots(self, slots: PageSlots, count: int) -> None:
         """Evict open pages, least recently used first, until `count` slots are free."""
         if missing := max(0, count - slots.free):
-            evicted = [page for page in self._cached if slots.is_open(page)][:missing]
+            evicted = [page for page in self._cached if slots.takes_slot(page)][:missing]
             for page in evicted:
                 self._set_free(self._evict(page))
 

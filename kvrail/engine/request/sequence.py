@@ -32,7 +32,9 @@ class Sequence:
     that was computed from them does not count before they are verified. matcher: None unless the output must match a
     grammar. scored: leading tokens of the prompt behind which the next token's log probability has been reported.
     borrowed: whether some of the KV was not computed for it: another worker sent it, or it was cached. solitary:
-    borrows nothing, since KV that it had borrowed gave no finite logits. steps: those in flight that compute it.
+    borrows nothing, since KV that it had borrowed gave no finite logits. closed: how many of its pages, behind the
+    first, it reads closed and needs open no more; None: it reads pages in the form that they have. steps: in-flight
+    ones that compute it.
     """
 
     request_id: str
@@ -61,6 +63,7 @@ class Sequence:
     preemptions: int = 0
     borrowed: bool = False
     solitary: bool = False
+    closed: int | None = None
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,7 @@ class Sequence:
             status=Status.WAITING,
             borrowed=False,
             solitary=True,
+            closed=None,
         )
 
     def append(self, token_id: int) -> None:

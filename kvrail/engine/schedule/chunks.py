@@ -51,11 +51,11 @@ class StepBudget:
         return min(room, tokens)
 
 
-def share(prompts: List[tuple[Sequence, int]], tokens: int, rows: int, page_size: int) -> list[int]:
+def share(prompts: List[tuple[Sequence, int]], ends: List[int], tokens: int, rows: int) -> list[int]:
     """Tokens of each prompt's next chunk: half of them for the oldest prompt, then for those that lack the fewest.
 
-    prompts: oldest first, each with the number of tokens that are computed. tokens: most tokens of all chunks. rows:
-    most rows of logits; a prompt that is scored takes one a token.
+    prompts: oldest first, each with the number of tokens that are computed. ends: where each one's chunk has to end.
+    tokens: most tokens of all chunks. rows: most rows of logits; a prompt that is scored takes one a token.
     """
     counts = [0] * len(prompts)
     if not prompts:
@@ -65,7 +65,7 @@ def share(prompts: List[tuple[Sequence, int]], tokens: int, rows: int, page_size
     for number, most in ((0, -(-tokens // 2)), *((number, tokens) for number in turns)):
         sequence, start = prompts[number]
         before, known = counts[number], max(0, sequence.scored - start)
-        count = _room(sequence, start, min(before + most, before + tokens), page_size)
+        count = min(before + most, before + tokens, len(sequence.token_ids) - start, ends[number] - start)
         if sequence.scoring:
             taken = max(0, before - known)
             count = min(count, known + taken + rows)
@@ -73,12 +73,3 @@ def share(prompts: List[tuple[Sequence, int]], tokens: int, rows: int, page_size
         counts[number] = count
         tokens -= count - before
     return counts
-
-
-def _room(sequence: Sequence, start: int, tokens: int, page_size: int) -> int:
-    """At most `tokens` tokens of a prompt from `start` on.
-
-    A first token that another worker drew may lie behind the prompt's pages; it decodes after them.
-    """
-    in_pages = len(sequence.page_table) * page_size - start
-    return min(tokens, len(sequence.token_ids) - start, in_pages)

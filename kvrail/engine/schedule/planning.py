@@ -61,7 +61,7 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
         if item.source is not None:
             step.sources.append(item.source)
             _add_rows(step, sequence, end, num_logits, eos_token_ids)
-            step.slices.append(SequenceSlice(UNKNOWN, item.start, sequence.page_table, 1))
+            step.slices.append(SequenceSlice(UNKNOWN, item.start, sequence.page_table, 1, closed=sequence.closed))
             num_logits += 1
             continue
         # A draw follows the newest token and each draft behind it; a step that drafts makes one draw.
@@ -75,7 +75,7 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
             _add_rows(step, sequence, position, num_logits - (end + 1 - position), eos_token_ids)
         tokens = sequence.slice(item.start, end)
         copied = sequence.copied_page if item.start == sequence.computed else None  # a step before this one copies it
-        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, logits, copied))
+        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, logits, copied, sequence.closed))
         if sequence.prefill_only:
             _add_written(step, sequence, item.start, end, page_size)
     return step

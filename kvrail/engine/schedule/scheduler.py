@@ -22,6 +22,8 @@ from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.request.sequence import Sequence, Status
 from kvrail.engine.schedule.chunks import StepBudget, share
 from kvrail.engine.schedule.cost import StepCostModel
+from kvrail.engine.schedule.lossy_tables import tables_of
+from kvrail.engine.schedule.tables import Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Scheduler:
     def __init__(self, pool: PagePool, budget: StepBudget) -> None:
         self.pool = pool
         self.budget = budget
+        self._tables = tables_of(pool)
         self.cost = StepCostModel()
         self.preemptions = 0
         self.preemptions_of_ended: list[int] = []  # of each sequence, until somebody takes them
@@ -77,9 +80,9 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether `schedule` could return anything now."""
         drafting = (s for s in self._receiving if s.status is Status.DRAFTING)
-        if self._running or any(self._has_room(s, s.length()) for s in drafting):
+        if any(self._tables.ready(s, s.computed) for s in self._running):
             return True
-        return self._next() is not None
+        return any(self._tables.has_room(s, s.length()) for s in drafting) or self._next() is not None
 
     def can_wait(self) -> bool:
         """Whether the queue has room for one more request."""
@@ -93,10 +96,10 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Give pages to waiting sequences, in order, as long as they fit. Returns those that were admitted."""
         admitted: list[Sequence] = []
-        while (sequence := self._next()) is not None:
+        while (found := self._next()) is not None:
+            sequence, prefix = found
             self._queue_of(sequence).popleft()
-            self._take_pages(sequence)
-            if self._awaits_kv(sequence, len(sequence.prompt_ids) - sequence.computed):
+            if self._tables.take(sequence, prefix):
                 sequence.status = Status.RECEIVING
                 self._receiving.append(sequence)
             else:
@@ -111,14 +114,15 @@ class Scheduler:
         """
         work = self._decodes()
         budget = self.budget.max_batch_tokens - len(work)
-        for number, sequence in enumerate([s for s in self._running if s.drafts]):
+        drafted = [s for s in self._running if s.drafts and self._tables.ready(s, s.computed)]
+        for number, sequence in enumerate(drafted):
             if budget < sequence.to_compute() and (number or not budget):
                 break  # the next step begins with this one
             if self._fit_drafts(sequence, budget):
                 work.append(Work(sequence, sequence.computed, sequence.to_compute()))
                 budget -= work[-1].count
         for sequence in self._receiving:
-            if budget and sequence.status is Status.DRAFTING and self._extend(sequence, sequence.length()):
+            if budget and sequence.status is Status.DRAFTING and self._tables.extend(sequence, sequence.length()):
                 work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
                 budget -= 1
         prompts = [(s, s.computed) for s in self._running if not s.is_decoding() and not s.drafts]
@@ -139,19 +143,19 @@ class Scheduler:
             return None
         after = {item.sequence: item.start + item.count for item in current}
         alive = [s for s in self._running if s.status is Status.RUNNING and s not in ending]
-        work = [Work(s, after[s], 1, source=rows[s]) for s in alive if s in rows]
+        work = [Work(s, after[s], 1, source=rows[s]) for s in alive if s in rows and self._tables.ready(s, after[s])]
         known = [s for s in alive if s not in rows and s.output_ids]  # drawn elsewhere, or just admitted
         last = [s for s in known if after.get(s, s.computed) == len(s.token_ids) - 1]
-        work += [Work(s, len(s.token_ids) - 1, 1) for s in last]
-        missing = sum(self._missing_pages(item.sequence, item.start + 1) for item in work)
+        work += [Work(s, len(s.token_ids) - 1, 1) for s in last if self._tables.ready(s, len(s.token_ids) - 1)]
+        missing = sum(self._tables.missing(item.sequence, item.start + 1) for item in work)
         if len(work) > self.budget.max_batch_tokens or not self.pool.can_allocate(missing):
             return None
         for item in work:
-            self._extend(item.sequence, item.start + 1)
+            self._tables.extend(item.sequence, item.start + 1)
         for s in [s for s in self._receiving if s.status is Status.DRAFTING and s not in ending]:
             continues = made.get(s) is s.drafts  # otherwise the draft in flight does not count
             start = after[s] if continues else s.length() - 1
-            if len(work) < self.budget.max_batch_tokens and self._extend(s, start + 1):
+            if len(work) < self.budget.max_batch_tokens and self._tables.extend(s, start + 1):
                 work.append(Work(s, start, 1, s.drafts, rows[s] if continues else None))
         work.sort(key=lambda item: item.source is None)
         decoding = {item.sequence for item in work}
@@ -169,9 +173,9 @@ class Scheduler:
             if sequence.status is Status.RUNNING and item.drafts is None:
                 valid = len(sequence.token_ids) - bool(sequence.output_ids)
                 sequence.computed = min(item.start + item.count, valid)
-                self._forget_copied(sequence)
-                self._publish(sequence)
-                self._shrink(sequence, len(sequence.token_ids))
+                self._tables.forget_copied(sequence)
+                self._tables.publish(sequence)
+                self._tables.shrink(sequence, len(sequence.token_ids))
 
     def hand_over(self, receiving: Sequence, heir: Sequence) -> None:
         """Let `heir`, another sequence of the request, await the KV instead; it takes over the pages."""
@@ -181,12 +185,13 @@ class Scheduler:
         heir.status, receiving.status = Status.RECEIVING, Status.FINISHED
         heir.page_table, receiving.page_table = receiving.page_table, []
         heir.computed, heir.published, heir.borrowed = receiving.computed, receiving.published, receiving.borrowed
+        heir.closed = receiving.closed
 
     def received(self, sequence: Sequence) -> None:
         """A transfer has filled the prompt's pages: the sequence runs; first, its drafts are verified."""
         self._receiving.remove(sequence)
         sequence.computed, sequence.borrowed = len(sequence.prompt_ids), True
-        self._publish(sequence)
+        self._tables.publish(sequence)
         self._run(sequence)
 
     def drop_drafts(self, sequence: Sequence) -> None:
@@ -203,11 +208,17 @@ class Scheduler:
         return dropped
 
     def compute_here(self, sequence: Sequence) -> None:
-        """A transfer failed for good: compute the prompt's missing KV here, in the pages that the sequence holds."""
+        """A transfer failed for good: compute the prompt's missing KV here.
+
+        In the pages that the sequence holds, or, if the prompt cannot read these, in others.
+        """
         self.drop_drafts(sequence)
         self._receiving.remove(sequence)
         sequence.remote = False
-        self._run(sequence)
+        if self._tables.can_compute(sequence):
+            self._run(sequence)
+        else:
+            self._wait_again(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence from wherever it is, and release its pages."""
@@ -216,83 +227,37 @@ class Scheduler:
                 place.remove(sequence)
         sequence.status = Status.FINISHED
         self.preemptions_of_ended.append(sequence.preemptions)
-        self._release(sequence)
+        self._tables.release(sequence)
 
     def check(self) -> None:
         """Raise AssertionError unless the pages add up and only admitted sequences hold some."""
         self.pool.check()
-        for sequence in [*self._running, *self._receiving]:
-            assert len(sequence.page_table) * self.pool.page_size >= sequence.computed, "KV without pages"
+        self._tables.check([*self._running, *self._receiving])
         waiting = (*self._waiting, *self._siblings)
         assert all(not sequence.page_table for sequence in waiting), "a waiting sequence holds pages"
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pool.page_size)
-
-    def _awaits_kv(self, sequence: Sequence, uncached: int) -> bool:
-        """Whether another worker sends the prompt's KV, if `uncached` tokens of it are not cached here."""
-        return sequence.remote and not sequence.output_ids and uncached > sequence.local_tokens
-
-    def _usable_prefix(self, sequence: Sequence) -> tuple[list[int], int | None]:
-        """Cached leading pages; and the last page, if all others are cached and it is too.
-
-        The last token is computed all the same, since its logits are needed. Its KV goes to a page of the sequence's
-        own, into which the cached page is copied. Cached tokens have no logits, so tokens to be scored are computed.
-        """
-        whole = (len(sequence.token_ids) - 1) // self.pool.page_size
-        found = self.pool.match(sequence.shareable(self.pool.page_size))
-        return found[:whole], found[whole] if len(found) > whole and not self._awaits_kv(sequence, 1) else None
 
     def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
         return self._waiting if sequence.leads else self._siblings
 
-    def _next(self) -> Sequence | None:
-        """The waiting sequence that comes first, if it can have its pages now."""
+    def _next(self) -> tuple[Sequence, Prefix] | None:
+        """The waiting sequence that comes first, if it can have its pages now, and what it begins with."""
         most = self.budget.max_running
         places = (self._waiting, most), (self._siblings, most - most // 8)
         heads = [queue[0] for queue, count in places if queue and self.num_running < count]
         heads = [sequence for sequence in heads if sequence.leads or not self._is_begun(sequence)]
         first = min(heads, key=lambda sequence: sequence.arrival, default=None)
-        return first if first is not None and self._fits(first, self._usable_prefix(first)[0]) else None
+        if first is None:
+            return None
+        decoding = sum(1 for s in self._running if s.is_decoding())  # each may need one more page at the next step
+        others = [s for s in self._running if s.request_id == first.request_id]
+        beside = decoding if self.num_running else 0
+        prefixes = self._tables.prefixes(first, others)
+        return next(((first, prefix) for prefix in prefixes if self._tables.fits(first, prefix, beside)), None)
 
     def _is_begun(self, sequence: Sequence) -> bool:
         """Whether another sequence of the request computes their prompt; this one can share its last page soon."""
         others = (s for s in self._running if s.request_id == sequence.request_id)
         return any(s.computed < len(s.prompt_ids) for s in others)
-
-    def _fits(self, sequence: Sequence, held: list[int]) -> bool:
-        """Whether a waiting sequence can have its pages if it holds these cached ones."""
-        shared = min(len(held), (len(sequence.token_ids) - 1) // self.pool.page_size)
-        fresh = self._pages_for(len(sequence.token_ids)) - shared
-        spare = sum(1 for s in self._running if s.is_decoding())  # each may need one more page at the next step
-        return self.pool.can_allocate(fresh + (spare if self.num_running else 0), held)
-
-    def _take_pages(self, sequence: Sequence) -> None:
-        hits, last = self._usable_prefix(sequence)
-        computed = len(hits) * self.pool.page_size
-        if last is not None and self._fits(sequence, [*hits, last]):
-            sequence.copied_page, computed = last, computed + self.pool.page_size
-        elif (page := self._sibling_page(sequence, len(hits))) is not None:
-            sequence.copied_page, computed = page, len(sequence.prompt_ids)
-        self.pool.acquire([*hits, *sequence.copied_pages])
-        fresh = self.pool.allocate(self._pages_for(len(sequence.token_ids)) - len(hits))
-        whole = len(hits) if sequence.copied_pages else (len(sequence.token_ids) - 1) // self.pool.page_size
-        restored = self.pool.restore(sequence.shareable(self.pool.page_size)[len(hits) : whole], fresh)
-        computed += restored * self.pool.page_size
-        sequence.page_table = [*hits, *fresh]
-        self.pool.follow(hits)
-        sequence.computed = min(computed, len(sequence.token_ids) - 1)
-        sequence.published, sequence.borrowed = len(hits) + restored, computed > 0
-        if not sequence.output_ids:
-            sequence.cached_tokens = sequence.computed
-
-    def _sibling_page(self, sequence: Sequence, number: int) -> int | None:
-        """Page `number` of another sequence of the request, if it holds the end of their prompt and is not full."""
-        begun, rest = divmod(len(sequence.prompt_ids), self.pool.page_size)
-        if number != begun or not rest or sequence.solitary:
-            return None
-        others = (s for s in self._running if s.request_id == sequence.request_id and s.copied_page is None)
-        return next((s.page_table[number] for s in others if s.computed >= len(s.prompt_ids)), None)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -302,7 +267,7 @@ class Scheduler:
     def _decodes(self) -> list[Work]:
         """The newest token of every decoding sequence, within the budget."""
         chosen: list[Sequence] = []
-        for sequence in [s for s in self._running if s.is_decoding()]:
+        for sequence in [s for s in self._running if s.is_decoding() and self._tables.ready(s, s.computed)]:
             if len(chosen) == self.budget.max_batch_tokens:
                 break
             if sequence.status is Status.RUNNING and self._grow(sequence):
@@ -318,26 +283,14 @@ class Scheduler:
 
     def _chunks(self, prompts: list[tuple[Sequence, int]], tokens: int) -> list[Work]:
         """Chunks of prompts; see chunks.share."""
-        counts = share(prompts, tokens, self.budget.prompt_rows, self.pool.page_size)
+        ends = [self._tables.end(*prompt) for prompt in prompts]
+        counts = share(prompts, ends, tokens, self.budget.prompt_rows)
         return [Work(*prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
-
-    def _missing_pages(self, sequence: Sequence, num_tokens: int) -> int:
-        return max(0, self._pages_for(num_tokens) - len(sequence.page_table))
-
-    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether there are pages for `num_tokens` tokens and drafts without taking any from others."""
-        return self.pool.can_allocate(self._missing_pages(sequence, num_tokens))
-
-    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Take the pages that `num_tokens` tokens need; False if there are too few."""
-        if room := self._has_room(sequence, num_tokens):
-            sequence.page_table += self.pool.allocate(self._missing_pages(sequence, num_tokens))
-        return room
 
     def _fit_drafts(self, sequence: Sequence, budget: int) -> bool:
         """Keep as many drafts as pages and `budget` tokens allow; False if none are left to be verified."""
-        self._extend(sequence, sequence.length())
-        in_pages = len(sequence.page_table) * self.pool.page_size - len(sequence.token_ids)
+        self._tables.extend(sequence, sequence.length())
+        in_pages = self._tables.end(sequence, sequence.computed) - len(sequence.token_ids)
         room = min(in_pages, budget - sequence.to_compute() + len(sequence.drafts))
         if room <= 0:
             self.drop_drafts(sequence)
@@ -347,26 +300,15 @@ class Scheduler:
     def _reclaim(self) -> bool:
         """Take the youngest drafts' pages; False if no sequence that awaits KV holds more than the prompt's."""
         for sequence in reversed(self._receiving):
-            if self._shrink(sequence, len(sequence.prompt_ids)):
+            if self._tables.shrink(sequence, len(sequence.prompt_ids)):
                 self.drop_drafts(sequence)
                 return True
         return False
 
-    def _shrink(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give back the pages behind those of `num_tokens` tokens; False if there are none."""
-        kept = self._pages_for(num_tokens)
-        if len(sequence.page_table) <= kept:
-            return False
-        self.pool.release(sequence.page_table[kept:])
-        sequence.page_table = sequence.page_table[:kept]
-        return True
-
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for the sequence's next token, preempting younger ones; False if it was preempted itself."""
-        while len(sequence.page_table) < self._pages_for(len(sequence.token_ids)):
-            if self.pool.can_allocate(1):
-                sequence.page_table += self.pool.allocate(1)
-            elif not self._reclaim():
+        while not self._tables.extend(sequence, len(sequence.token_ids)):
+            if not self._reclaim():
                 self._preempt(victim := self._running[-1])
                 if victim is sequence:
                     return False
@@ -375,26 +317,13 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.drop_drafts(sequence)
         self._running.remove(sequence)
-        self._release(sequence)
-        sequence.computed = sequence.published = 0
-        sequence.status = Status.WAITING
-        self._queue_of(sequence).appendleft(sequence)
+        self._wait_again(sequence)
         self.preemptions += 1
         sequence.preemptions += 1
 
-    def _publish(self, sequence: Sequence) -> None:
-        full = sequence.computed // self.pool.page_size
-        hashes = sequence.hashes(self.pool.page_size)
-        for number in range(sequence.published, full):
-            self.pool.publish(sequence.page_table[number], hashes[number])
-            self.pool.fill(sequence.page_table, number)
-        sequence.published = max(sequence.published, full)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._forget_copied(sequence)
-        self.pool.release(sequence.page_table)
-        sequence.page_table = []
-
-    def _forget_copied(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.copied_pages)
-        sequence.copied_page = None
+    def _wait_again(self, sequence: Sequence) -> None:
+        """Give up all pages and return to the head of the queue."""
+        self._tables.release(sequence)
+        sequence.computed = sequence.published = 0
+        sequence.status = Status.WAITING
+        self._queue_of(sequence).appendleft(sequence)

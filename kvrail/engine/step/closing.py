@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from kvrail.engine.kv.lossless_cache import Closed, LosslessCache
+from kvrail.engine.kv.closing_cache import ClosingCache, Outcome
 from kvrail.engine.kv.pages import PagePool
 from kvrail.telemetry.worker import EngineMetrics
 
@@ -15,10 +15,10 @@ class PageCloser:
     once the host knows that all of their tiles found room.
     """
 
-    def __init__(self, pool: PagePool, cache: LosslessCache) -> None:
+    def __init__(self, pool: PagePool, cache: ClosingCache) -> None:
         self._pool = pool
         self._cache = cache
-        self._outcome: Closed | None = None
+        self._outcome: Outcome | None = None
         self.pages = 0
         """Pages that were closed so far."""
 
@@ -30,10 +30,10 @@ class PageCloser:
 
     def report(self, metrics: EngineMetrics) -> None:
         """Update the gauges."""
-        slots, cache = self._cache.slots, self._cache
+        slots = self._cache.slots
         metrics.closed_pages.set(slots.closed)
         metrics.stuck_pages.set(slots.stuck)
-        metrics.raw_tiles.set((cache.num_units - cache.free_units) / max(1, slots.closed * cache.page_tiles))
+        metrics.raw_tiles.set(self._cache.raw_tiles / max(1, slots.closed * self._cache.page_tiles))
 
     def close_pages(self, lock: AbstractContextManager[object], idle: Callable[[], bool]) -> None:
         """Take in the last closing, enqueue another. lock: the engine's; idle: whether there is nothing else to do."""
@@ -50,5 +50,5 @@ class PageCloser:
         """Let pages count as closed, if the outcome is known."""
         if self._outcome is not None and self._outcome.known(wait=wait):
             self.pages += self._cache.slots.settle(self._outcome.failed)
-            self._cache.free_units = self._outcome.free_units
+            self._cache.take_in(self._outcome)
             self._outcome = None

@@ -10,7 +10,7 @@ from kvrail.engine.batch.batch import Extras, Feed, SequenceSlice
 from kvrail.engine.batch.inputs import step_inputs
 from kvrail.engine.batch.packing import pack
 from kvrail.engine.kv.cache import PagedCache
-from kvrail.engine.kv.lossless_cache import LosslessCache, LosslessSize
+from kvrail.engine.kv.closing_cache import ClosingCache, PoolSize, closing_cache
 from kvrail.engine.model.fusion import compile_layers
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.model.onednn_linear import mean_weights
@@ -37,7 +37,7 @@ class ModelRunner:
     and compilation are for CUDA and take effect with `warm_up`. Compilation is the model's, so it applies to every
     runner that shares it.
 
-    num_pages: of plain pages; a LosslessSize where full pages are closed. invariant: compute so that output is
+    num_pages: of plain pages; a PoolSize where full pages are closed. invariant: compute so that output is
     batch-invariant, and try in `warm_up` whether it is. On CUDA this chooses, for the whole process, how products are
     computed.
     """
@@ -45,7 +45,7 @@ class ModelRunner:
     def __init__(
         self,
         loaded: LoadedModel,
-        num_pages: int | LosslessSize,
+        num_pages: int | PoolSize,
         *,
         max_running: int,
         max_batch_tokens: int,
@@ -57,7 +57,7 @@ class ModelRunner:
         self.cache = (
             PagedCache(loaded.layout, num_pages, loaded.device)
             if isinstance(num_pages, int)
-            else LosslessCache(loaded.layout, num_pages, loaded.device)
+            else closing_cache(loaded.layout, num_pages, loaded.device)
         )
         self.max_running = max_running
         self._max_tokens = max(max_batch_tokens, max_running)
@@ -100,7 +100,7 @@ class ModelRunner:
         enter("warm_up")
         if self._invariant:
             self.finding = check(self, self.max_running, self._max_tokens)
-        if isinstance(self.cache, LosslessCache):
+        if isinstance(self.cache, ClosingCache):
             self.cache.rehearse()
 
     def _warm_up_cuda(self, enter: Callable[[Phase], None]) -> None:

@@ -11,29 +11,17 @@ page behind an open one. A page that a transfer reads or writes is pinned: it ke
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-MOST_AT_ONCE = 64
-"""Pages that are closed at once, so that no step waits long for them."""
-FEWEST_AT_ONCE = 8
-"""Pages that are worth a closing, as long as open slots are not scarce."""
+from kvrail.engine.kv.slots import MOST_AT_ONCE, Closing
+
 _NONE = int(np.iinfo(np.int32).min)
 
 
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """Pages to close. sources: their open slots. targets: closed slots. dropped: closed slots whose content is gone."""
-
-    sources: list[int]
-    targets: list[int]
-    dropped: list[int]
-
-
-class PageSlots:
-    """The slots of `num_pages` pages: at most `open_slots` are open. The engine calls it with its lock held.
+class LosslessSlots:
+    """The slots of `num_pages` pages: at most `open_slots` are open. See kvrail.engine.kv.slots.PageSlots.
 
     slot_of: int32 [num_pages]: an open page's slot; -1 - slot of a closed one; the least integer for a free one. Before
     `clear` the first pages have a slot each, for trials that allocate none.
@@ -82,15 +70,22 @@ class PageSlots:
         """Full pages that stay open, since they or pages before them found no spare unit."""
         return len(self._stuck)
 
+    @property
+    def urgent(self) -> bool:
+        """No sequence waits for a closing: it reads pages in the form that they have."""
+        return False
+
     def is_open(self, page: int) -> bool:
         """Whether a page holds an open slot."""
         return bool(self.slot_of[page] >= 0)
+
+    takes_slot = is_open
 
     def is_closed(self, page: int) -> bool:
         """Whether a page holds a closed slot."""
         return bool(_NONE < self.slot_of[page] < 0)
 
-    def count_open(self, pages: Iterable[int]) -> int:
+    def count_taken(self, pages: Iterable[int]) -> int:
         """How many of these pages hold an open slot."""
         return int((self.slot_of[list(pages)] >= 0).sum())
 
@@ -124,6 +119,11 @@ class PageSlots:
         """A page is full and final."""
         if self.is_open(page) and page not in self._stuck:
             self._waiting[page] = None
+
+    def complete(self, page_table: Sequence[int], number: int) -> None:
+        """Page `number` of a page table is full and final."""
+        self.follow(page_table[max(number - 1, 0) : number + 1])
+        self.fill(page_table[number])
 
     def usable(self, pages: Sequence[int]) -> list[int]:
         """The leading pages that a table can begin with."""

@@ -1,0 +1,65 @@
+"""What a model says over lossy pages, by the contract (docs/lossy-kv.md), slowly: plain pages alone, one token at a
+time, closed and opened by the specification of the form. No engine, scheduler, slots or kernels over closed pages."""
+
+import functools
+
+import numpy as np
+import torch
+
+from kvrail.engine.batch.batch import SampleRow, SequenceSlice
+from kvrail.engine.kv.fixed.reference import close_tile, open_tile
+from kvrail.engine.kv.lossless.form import TOKENS
+from kvrail.engine.model.loader import LoadedModel, load_model
+from kvrail.engine.request.requests import EngineRequest
+from kvrail.engine.sampling.sampler import Sampler
+from kvrail.engine.step.runner import ModelRunner
+
+PAGE = 64
+
+
+@functools.cache
+def loaded(folder: str, device: str) -> LoadedModel:
+    return load_model(
+        folder, device=device, dtype="auto", kv_dtype="bfloat16", page_size=PAGE, load_format="safetensors"
+    )
+
+
+class Spec:
+    """One model over pages of `bits` bits. most: pages of the longest sequence."""
+
+    def __init__(self, folder: str, bits: int, most: int = 16, device: str = "cpu") -> None:
+        self._model, self._bits, self._most = loaded(folder, device), bits, most
+        self._runner = ModelRunner(self._model, 2 * most, max_running=1, max_batch_tokens=PAGE * most)
+        self._sampler = Sampler(self._model.vocab_size, self._model.device)
+
+    def says(self, request: EngineRequest, index: int = 0) -> list[int]:
+        """The output of one of a request's sequences. Page `most` + i holds what closing leaves of page i."""
+        prompt, tokens = list(request.prompt_ids), list(request.prompt_ids)
+        logits = self._runner.execute([SequenceSlice(prompt, 0, range(self._most), 1)])
+        closed, may_close = 0, True
+        while True:
+            row = SampleRow(request.params, index, len(tokens), prompt, tokens[len(prompt) :])
+            tokens.append(self._sampler.sample(logits, [row])[0].token_id)
+            if len(tokens) - len(prompt) == request.params.max_tokens:
+                return tokens[len(prompt) :]
+            position = len(tokens) - 1
+            own = position // PAGE
+            while may_close and closed < own - 2:
+                may_close = self._close(closed + 1)
+                closed += may_close
+            table = [0, *range(self._most + 1, self._most + closed + 1), *range(closed + 1, own + 1)]
+            logits = self._runner.execute([SequenceSlice(tokens[-1:], position, table, 1)])
+
+    def _close(self, page: int) -> bool:
+        """Close a page and open it into its copy; False if a tile is refused."""
+        for pool, keys in zip(self._runner.cache.as_block(), (True, False), strict=True):
+            bits = pool.view(torch.int16)
+            for layer, head, begin in np.ndindex(len(bits), bits.shape[3], PAGE // TOKENS):
+                rows = slice(begin * TOKENS, (begin + 1) * TOKENS)
+                values = bits[layer, page, rows, head].cpu().numpy().view(np.uint16)
+                data, refused = close_tile(values, keys, self._bits)
+                if refused:
+                    return False
+                opened = open_tile(data, bits.shape[4], keys, self._bits)
+                bits[layer, self._most + page, rows, head] = torch.from_numpy(opened.view(np.int16))
+        return True
