@@ -5,6 +5,7 @@ Open pages lie in `open_pages` slots of plain tensors, closed ones in slots of t
 is enqueued on the stream of the steps.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,7 +68,7 @@ class Outcome:
         return int(self._counts[-1])
 
 
-class ClosingCache(PagedCache):
+class ClosingCache(PagedCache, ABC):
     """What both kinds of pools have in common. slots, closed: where pages lie, and the closed ones."""
 
     closed: Any
@@ -102,13 +103,13 @@ class ClosingCache(PagedCache):
         """Keys and values of all open slots: [layers, slots, page_size, kv_heads, dim]."""
         return [self.tensors["keys"], self.tensors["values"]]
 
+    @abstractmethod
     def close(self, closing: Closing) -> Outcome:
         """Close pages, on the current stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open_closed(self, source: int, target: int) -> None:
         """Open a closed page, less than 0 as `where` has it, into an open slot."""
-        raise NotImplementedError
 
     def take_in(self, outcome: Outcome) -> None:
         """A closing has ended."""
