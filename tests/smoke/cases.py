@@ -59,6 +59,8 @@ CASES = (
     Case("a pool too small", "llama", ("--kv-memory-gib", SMALL_POOL_GIB)),
     Case("lossless pages", "llama", ("--kv-cache", "lossless")),
     Case("lossless pages, a pool too small", "llama", ("--kv-cache", "lossless", "--kv-memory-gib", SMALL_POOL_GIB)),
+    Case("int4 pages", "llama", ("--kv-cache", "int4")),
+    Case("int8 pages, one whole worker", "qwen3", ("--kv-cache", "int8", "--prefill-workers", "0")),
     Case("small steps", "mistral", ("--max-running", "6", "--max-batch-tokens", "256")),
     Case("eager", "gemma2", ("--eager",)),
     Case("pages of 16", "llama", ("--page-size", "16")),
