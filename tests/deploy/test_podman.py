@@ -1,4 +1,4 @@
-"""The chart's pods, of its default values but for the model, started with the project's own images by `podman kube play`.
+"""The chart's pods, started with the project's own images by `podman kube play`, answer requests.
 
 `make chart-podman` gives pytest namespaces of its own, so bridges, rules, mounts and processes end with it.
 """
@@ -20,9 +20,10 @@ import yaml
 from tests.deploy.test_chart import of_kind, rendered
 from tests.deploy.test_compose import PATIENCE_S, QUESTION, VERSION, docker, wait_for
 
-pytestmark = [pytest.mark.podman, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.podman, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
+START_S = 400.0
 TAG = f"podman-{uuid.uuid4().hex[:8]}"
 BUILT = {"router": "router", "prefill": "worker"}
 """Services of compose.yaml that build an image, and its name."""
@@ -30,13 +31,15 @@ VALUES = {
     "model": {"name": "/models/kvrail-demo", "volume": {"hostPath": {"path": str(ROOT / "models")}}},
     "images": {each: {"repository": f"localhost/kvrail-{each}", "tag": TAG} for each in BUILT.values()},
 }
-"""The chart's defaults but for the model, the images' names and a volume of kernels, which one worker compiles for both."""
+"""The only values that are not the chart's defaults; `pods` adds a volume for kernels, which the workers share."""
 CONFIG = """
 [containers]
-default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]  # podman's own are above what a host without CAP_SYS_RESOURCE has
+default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]  # podman's own may be above what the host allows
 [network]
 network_backend = "netavark"  # the other one of podman 4.3 resolves no names
 """
+SHARED = ("/dev/shm", "/run/containers", "/run/netns", "/var/lib/containers/cache")
+"""Where podman keeps what no flag moves: locks, networks' addresses, namespaces, which layers it saw."""
 
 
 class Podman:
@@ -90,14 +93,18 @@ def podman():
         pytest.skip("NOT RUN: the chart's pods; podman is not installed")
     with tempfile.TemporaryDirectory(prefix="kvrail-podman-") as folder:  # gigabytes, which pytest would keep
         podman = Podman(Path(folder))
-        podman("network", "create", "pods")
-        started = podman.run("run", "--rm", "--network=pods", "--rootfs", "/:O", "true")
-        if started.returncode:
-            pytest.skip(f"NOT RUN: the chart's pods; podman starts no container on this host: {started.stderr}")
+        for path in SHARED:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", path], check=True)
+        for trial in (("network", "create", "pods"), ("run", "--rm", "--network=pods", "--rootfs", "/:O", "true")):
+            done = podman.run(*trial)
+            if done.returncode:
+                pytest.skip(f"NOT RUN: the chart's pods; podman starts no container on this host: {done.stderr}")
         try:
             yield podman
         finally:
-            podman("pod", "rm", "--all", "--force", "--time=0")
+            podman.run("kill", "--all")  # else each pod's pause container would be waited for
+            podman("pod", "rm", "--all", "--force")
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +139,7 @@ def pods(podman, images, tmp_path_factory):
         for name in names:
             address = podman.address(name)
             try:
-                wait_for(f"{name} is not ready", lambda role=role, address=address: is_ready(address, role))
+                wait_for(f"{name} is not ready", lambda role=role, address=address: is_ready(address, role), START_S)
             except AssertionError as error:
                 raise AssertionError(f"{error}\n{podman.run('logs', '--tail=40', f'{name}-{role}')}") from None
     return played
@@ -141,12 +148,12 @@ def pods(podman, images, tmp_path_factory):
 def is_ready(address, role):
     """Whether a pod says that it serves, and a router that it reaches workers of both roles."""
     try:
-        told = httpx.get(f"http://{address}:9100/health", trust_env=False)
+        health = httpx.get(f"http://{address}:9100/health", trust_env=False)
     except httpx.TransportError:
         return False
-    if role != "router" or told.status_code != 200:
-        return told.status_code == 200
-    pools = (told.json()["prefill_workers"], told.json()["decode_workers"])
+    if role != "router" or health.status_code != 200:
+        return health.status_code == 200
+    pools = (health.json()["prefill_workers"], health.json()["decode_workers"])
     return all([worker["state"] for worker in pool.values()] == ["healthy"] for pool in pools)
 
 
