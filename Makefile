@@ -238,6 +238,10 @@ lock: | $(BIN)/python  ## pin what the image for GPUs installs, with hashes, in 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose -o log_cli=true --log-cli-level=INFO tests/deploy $(ARGS)
 
+chart-podman: $(VENV)/.dev  ## the Helm chart's pods under podman, with the images of compose.yaml; needs root and a Docker engine
+	unshare --net --mount --pid --fork --kill-child --mount-proc \
+		$(BIN)/python -m pytest -m podman -rs tests/deploy $(ARGS)
+
 page-test: $(VENV)/.page  ## the status page in Chromium, before a cluster under traffic; three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/page $(ARGS)
 

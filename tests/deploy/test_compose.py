@@ -56,8 +56,8 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def wait_for(what, condition):
-    deadline = time.monotonic() + PATIENCE_S
+def wait_for(what, condition, patience_s=PATIENCE_S):
+    deadline = time.monotonic() + patience_s
     while not (found := condition()):
         assert time.monotonic() < deadline, what
         time.sleep(0.5)
