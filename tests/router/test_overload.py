@@ -19,18 +19,23 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
 
 class Bounded:
-    """A worker that refuses what goes beyond its bounds, as a real one does."""
+    """A worker that refuses what goes beyond its bounds, as a real one does. waits: it answers once it has refused."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, waits: bool = False) -> None:
         self.most, self.running, self.refused, self.order = most, 0, 0, []
+        self.answers = asyncio.Event()
+        if not waits:
+            self.answers.set()
 
     async def __call__(self, worker, request) -> AsyncIterator[decode_pb2.GenerateReply]:
         if self.running >= self.most:
             self.refused += 1
+            self.answers.set()
             raise OverloadedError("full")
         self.running += 1
         self.order.append(list(request.prompt_token_ids))
         try:
+            await self.answers.wait()
             async for reply in write_output(worker, request):
                 yield reply
         finally:
@@ -47,7 +52,7 @@ async def two_keys(tokenizer: Tokenizer, **settings: object) -> AsyncIterator[tu
 async def test_six_hundred_at_once_through_the_official_client(tokenizer: Tokenizer):
     """One of the workers takes fewer than it says, so it refuses some."""
     async with run_cluster(tokenizer, decode=2) as cluster:
-        workers = [Bounded(16), Bounded(2)]
+        workers = [Bounded(16), Bounded(2, waits=True)]
         for fake, bounded in zip(cluster.decode, workers, strict=True):
             fake.script = bounded
         async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:
