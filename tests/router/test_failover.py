@@ -217,7 +217,8 @@ async def test_what_runs_on_a_worker_that_hangs_goes_on_elsewhere(
 async def test_a_worker_that_fails_all_it_is_asked_is_left_alone_and_tried_again(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 600.0)
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 600.0)
     async with run_cluster(tokenizer, decode=2) as cluster:
         broken = cluster.decode[0]
         await prefer(cluster, broken)
@@ -234,7 +235,8 @@ async def test_a_worker_that_fails_all_it_is_asked_is_left_alone_and_tried_again
         assert (await cluster.chat()).status_code == 200
         assert len(broken.requests) == breaker.FAILURES
         broken.script = write_output
-        await until(lambda: pool.decode[broken.target].state == "healthy")  # half open
+        pool.decode[broken.target].breaker._tries_again_at = 0.0  # the pause is over: half open
+        await until(lambda: pool.decode[broken.target].state == "healthy")
         await prefer(cluster, broken)
         assert (await cluster.chat()).status_code == 200
         assert len(broken.requests) == breaker.FAILURES + 1
