@@ -36,7 +36,12 @@ if not torch.cuda.is_available():
         a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return multiply(self, a, b, *more)
 
+    def bfloat16_constant(self: InterpreterBuilder, value: float) -> TensorHandle:
+        """The compiler rounds constants of bfloat16 to six decimals, so that small ones are 0."""
+        return self.create_fp_trunc(self.get_fp32(float(f"{value:f}")), tl.bfloat16)
+
     InterpretedFunction.__call__, InterpreterBuilder.create_dot = call_from_kernel, multiply_values
+    InterpreterBuilder.get_bf16 = bfloat16_constant
 
 # Where several processes run the tests, each needs all that numba compiles when it collects them.
 if (name := os.environ.get("PYTEST_XDIST_WORKER")) is not None:

@@ -204,7 +204,8 @@ def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constex
     if TIMES != 1.0:
         weights *= TIMES
     shrink = tl.exp2(top - higher)
-    ones = tl.full([BLOCK, SUMS], 1.0 / TIMES, dtype)
+    # In one step, Triton would round the constant to six decimals.
+    ones = tl.full([BLOCK, SUMS], 1.0 / TIMES, tl.float32).to(dtype)
     total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
     return weights, shrink, higher, total
 
