@@ -38,12 +38,7 @@ _DISTINCT = 256
 _PLAIN_BYTES = 800 << 20
 """Of bfloat16 pages that the launches of a graph go over, at least."""
 _REPLAYS = 15
-SWEEP = [
-    DecodeTuning(stages=stages, programs=programs, registers=registers)
-    for stages in (3, 5)
-    for registers in (None, 168, 128)
-    for programs in (2, 4)
-]
+SWEEP = [DecodeTuning(stages=stages, registers=registers) for stages in (3, 4, 5, 7) for registers in (None, 168, 128)]
 
 
 class Load:

@@ -46,9 +46,10 @@ def add_open_blocks(
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     SEVERED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Add the blocks from `begin` to `stop` of a share that ends at `end`."""
-    for block in range(begin, stop, BLOCK):
+    """Add the blocks from `begin` to `stop` of a share that ends at `end`. STAGES: of this loop; None: the kernel's."""
+    for block in tl.range(begin, stop, BLOCK, num_stages=STAGES):
         base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
         scores = scores_of(
             q, keys, key_scales, base, rows, block, position, kv_len, scale, softcap,

@@ -41,6 +41,8 @@ from kvrail.engine.kv.formats import LayerPages
 
 _FEW_ROWS = 4
 _MAX_SPLITS = 64
+_OPEN_STAGES = tl.constexpr(1)
+"""Of loops over the few open blocks beside closed ones: more would take shared memory from the loop over those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +58,21 @@ class DecodeTuning:
     registers: int | None = None
 
 
-def tuning_for(shape: HeadShape, rows: int, closed: bool = False) -> DecodeTuning:
-    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128. closed: of full pages.
+def tuning_for(shape: HeadShape, rows: int, code_bits: int | None = None) -> DecodeTuning:
+    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128.
 
-    With few sequences each program needs more loads under way; with many, more programs at once are faster. 1 x 2,048
-    tokens take 10.1 us with the former parameters and 11.2 with the latter, 32 x 1,152 tokens 67.8 and 64.9.
+    code_bits: of closed pages, see LayerPages.closed_tiles; None: all pages are plain. With few sequences each program
+    needs more loads under way; with many, more programs at once are faster. 1 x 2,048 plain tokens take 10.1 us
+    with the former parameters and 11.2 with the latter, 32 x 1,152 tokens 67.8 and 64.9.
     """
+    few = rows <= _FEW_ROWS
     if block_of(shape) < 64:
         return DecodeTuning(stages=2)
-    if closed:
-        return DecodeTuning(stages=3, registers=168) if rows <= _FEW_ROWS else DecodeTuning(stages=5)
-    return DecodeTuning(stages=5) if rows <= _FEW_ROWS else DecodeTuning(stages=3, registers=128)
+    if code_bits is None:
+        return DecodeTuning(stages=5) if few else DecodeTuning(stages=3, registers=128)
+    if code_bits == 0:
+        return DecodeTuning(stages=3, registers=168) if few else DecodeTuning(stages=5)
+    return DecodeTuning(stages=3, registers=168) if few else DecodeTuning(stages=5, registers=128)
 
 
 def splits_for(rows: int, kv_heads: int, programs: int, block: int) -> tuple[int, int]:
@@ -239,7 +245,7 @@ def _decode_kernel(
             q, keys, values, key_scales, value_scales, table, kv_head, begin, closed, end, position, kv_len, scale,
             softcap, part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total,
             KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW,
-            SOFTCAP, LIMIT > 0, SEVERED,
+            SOFTCAP, LIMIT > 0, SEVERED, _OPEN_STAGES,
         )  # fmt: skip
     opened = closed
     if BOTH_TILES:
@@ -254,7 +260,7 @@ def _decode_kernel(
         q, keys, values, key_scales, value_scales, table, kv_head, opened, end, end, position, kv_len, scale, softcap,
         part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total,
         KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
-        LIMIT > 0, SEVERED,
+        LIMIT > 0, SEVERED, _OPEN_STAGES if BOTH_TILES else None,
     )  # fmt: skip
 
     if alone:
@@ -299,7 +305,7 @@ def decode_attention(
     rows, heads, key_dim = query.shape
     page_size, kv_heads, value_dim = layer.page_size, layer.kv_heads, out.shape[2]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
-    tuning = tuning or tuning_for(shape, rows, layer.closed is not None)
+    tuning = tuning or tuning_for(shape, rows, layer.closed.code_bits if layer.closed else None)
     splits, shortest = splits_for(rows, kv_heads, tuning.programs * processors, block_of(shape))
     parts = parts_of(page_tables.shape[1] * page_size)
     part_out = torch.empty(rows, heads, parts, value_dim, device=query.device)

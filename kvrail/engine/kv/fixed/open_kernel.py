@@ -61,8 +61,10 @@ def open_tile(tile, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexp
     words = tile.to(tl.pointer_type(tl.uint32))
     count: tl.constexpr = ROWS * COLUMNS * BITS // 32
     codes = tl.load(words + tl.arange(0, count))
-    t, pair = tl.arange(0, 4)[:, None], tl.arange(0, ROWS // 4)[None, :]
-    both = tl.load(words + count + t * (ROWS // 4) + pair)
+    # 128 words, with codes before them that nothing needs where steps are 64. Of fewer than it has threads, a program
+    # would load all words in each thread that needs some, four bytes at a time.
+    steps_of = tl.load(words + count + ROWS - 128 + tl.arange(0, 128))
+    both = steps_of if ROWS == 128 else tl.split(tl.permute(tl.reshape(steps_of, [2, 64]), (1, 0)))[1]
     if BITS == 4:
         repeats: tl.constexpr = 128 // ROWS
         steps: tl.constexpr = ROWS // 32  # in twos
