@@ -72,7 +72,7 @@ def tuning_for(shape: HeadShape, rows: int, code_bits: int | None = None) -> Dec
         return DecodeTuning(stages=5) if few else DecodeTuning(stages=3, registers=128)
     if code_bits == 0:
         return DecodeTuning(stages=3, registers=168) if few else DecodeTuning(stages=5)
-    return DecodeTuning(stages=3, registers=168) if few else DecodeTuning(stages=5, registers=128)
+    return DecodeTuning(stages=5, registers=168 if few else 128)
 
 
 def splits_for(rows: int, kv_heads: int, programs: int, block: int) -> tuple[int, int]:
