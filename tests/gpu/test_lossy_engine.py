@@ -25,7 +25,7 @@ def test_tokens_are_those_of_the_contract(form: str, eager: bool) -> None:
     prompts = [[*prompt, number] for number, prompt in enumerate(prompts)]  # no two are equal
     found, seen, engine = asked(prompts, params, form, DEMO_MODEL, **OPTIONS, eager=eager, kv_memory_gib=0.05)
     assert engine._closer.pages > 10
-    assert found == said(seen, prompts, DEMO_MODEL, form, functools.partial(Spec, device="cuda"))
+    assert found == said(seen, prompts, DEMO_MODEL, form, functools.partial(Spec, device="cuda", eager=eager))
 
 
 @pytest.mark.parametrize("form", BITS)

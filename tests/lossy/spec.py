@@ -18,18 +18,31 @@ PAGE = 64
 
 
 @functools.cache
-def loaded(folder: str, device: str) -> LoadedModel:
+def loaded(folder: str, device: str, eager: bool) -> LoadedModel:
+    """eager: the model whose layers are not compiled, where a runner compiles them."""
     return load_model(
         folder, device=device, dtype="auto", kv_dtype="bfloat16", page_size=PAGE, load_format="safetensors"
     )
 
 
 class Spec:
-    """One model over pages of `bits` bits. most: pages of the longest sequence."""
+    """One model over pages of `bits` bits. most: pages of the longest sequence. eager: on CUDA, as the engine's setting.
 
-    def __init__(self, folder: str, bits: int, most: int = 16, device: str = "cpu") -> None:
-        self._model, self._bits, self._most = loaded(folder, device), bits, most
-        self._runner = ModelRunner(self._model, 2 * most, max_running=1, max_batch_tokens=PAGE * most)
+    Compiled layers round otherwise than those that are not.
+    """
+
+    def __init__(self, folder: str, bits: int, most: int = 16, device: str = "cpu", eager: bool = True) -> None:
+        self._model, self._bits, self._most = loaded(folder, device, eager), bits, most
+        self._runner = ModelRunner(
+            self._model,
+            2 * most,
+            max_running=1,
+            max_batch_tokens=PAGE * most,
+            cuda_graphs=not eager,
+            compile=not eager,
+        )
+        if not eager:
+            self._runner.warm_up()
         self._sampler = Sampler(self._model.vocab_size, self._model.device)
 
     def says(self, request: EngineRequest, index: int = 0) -> list[int]:
