@@ -38,7 +38,7 @@ from kvrail.worker.budgets import limits_of
 from kvrail.worker.kv_cache import page_pool, pages_for
 
 _NEW_TOKENS = 1024
-"""Tokens that each request asks for: more than steps pass while the others' prompts are computed, and are timed then."""
+"""Tokens that each request asks for: more than steps pass while the others' prompts are computed, and are timed."""
 _STEPS = 96
 """Decode steps that are timed: pages of 64 tokens are filled in each of them somewhere."""
 

@@ -26,7 +26,7 @@ def loaded(folder: str, device: str, eager: bool) -> LoadedModel:
 
 
 class Spec:
-    """One model over pages of `bits` bits. most: pages of the longest sequence. eager: on CUDA, as the engine's setting.
+    """One model over pages of `bits` bits. most: pages of the longest sequence. eager: on CUDA, the engine's setting.
 
     Compiled layers round otherwise than those that are not.
     """
