@@ -45,7 +45,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "invariant",
         ),
     ),
-    ("KV cache", ("kv_dtype", "kv_cache", "page_size", "kv_memory_gib", "prefix_cache")),
+    ("KV cache", ("kv_dtype", "kv_cache", "kv_quality", "page_size", "kv_memory_gib", "prefix_cache")),
     (
         "KV transfer",
         (

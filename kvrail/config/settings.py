@@ -21,11 +21,13 @@ from kvrail.config.types import (
     Device,
     KVCache,
     KVDtype,
+    LoadFormat,
     Names,
     Networks,
     Origins,
     Port,
     SamplingDefaults,
+    Weights,
     Workers,
     check_kv_cache,
     one_role_default,
@@ -234,17 +236,14 @@ class WorkerSettings(ServiceSettings):
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     dtype: ComputeDtype = Field("auto", description="compute type; auto: float32 on a CPU, bfloat16 on CUDA")
     kv_dtype: KVDtype = Field("bfloat16", description="element type of the KV pages; equal on every worker")
+    kv_quality: str = Field("", description="for kv_cache auto:BOUND: figures of kvrail quality --json (default none)")
     kv_cache: KVCache = Field(
         "plain",
-        description="full pages: lossless in 3/4 of the memory; int8, int4 in less, tokens change (docs/lossy-kv.md)",
+        description="full pages: lossless in 3/4 of the memory; int8, int4 in less, lossy; auto:BOUND: see kv_quality",
     )
     _kv_cache_suits = field_validator("kv_cache")(classmethod(check_kv_cache))
-    load_format: Literal["safetensors", "dummy"] = Field(
-        "safetensors", description="dummy: random weights from a fixed seed, for benchmarks"
-    )
-    weights: Literal["plain", "compact", "tbe"] = Field(
-        "plain", description="compact, tbe: hold the weights in 71 % of bfloat16's memory, losslessly; Hopper GPUs"
-    )
+    load_format: LoadFormat = Field("safetensors", description="dummy: random weights of a fixed seed, for benchmarks")
+    weights: Weights = Field("plain", description="compact, tbe: losslessly in 71 % of bfloat16's memory; Hopper GPUs")
     page_size: PositiveInt = Field(64, description="tokens per page; equal on every worker")
     kv_memory_gib: float = Field(
         0.0,
@@ -260,8 +259,7 @@ class WorkerSettings(ServiceSettings):
         " CUDA, 256 if there are prefill workers and sixteen or more sequences decode",
     )
     step_timeout_s: PositiveFloat = Field(
-        300.0,
-        description="longest engine step or event-loop turn, in seconds; a worker that takes longer exits",
+        300.0, description="longest engine step or event-loop turn, in seconds; a worker that takes longer exits"
     )
     max_running: int = Field(
         0, ge=0, description="most sequences in a step; 0: 64; 64 to 256, by its pages, on a GPU that decodes"

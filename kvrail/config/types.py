@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic_settings import NoDecode
 
+from kvrail.config.kv_quality import AUTO, form_under
 from kvrail.values.kv_cache import ExactForm, LossyForm, is_exact
 
 T = TypeVar("T")
@@ -83,6 +84,13 @@ def check_kv_cache(worker: Any, value: str) -> str:
     return value
 
 
+def _choose_form(value: object, info: ValidationInfo) -> object:
+    """auto:BOUND as the form that it stands for; after the setting `kv_quality`."""
+    if not isinstance(value, str) or not value.startswith(AUTO.rstrip(":")):
+        return value
+    return form_under(value, info.data.get("kv_quality", ""))
+
+
 def _check_decode(value: T, info: ValidationInfo) -> T:
     if not (value or info.data.get("workers")):
         raise ValueError("some worker must decode; give --workers or --decode-workers")
@@ -98,6 +106,8 @@ Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], N
 Networks = Annotated[tuple[Annotated[str, AfterValidator(_check_network)], ...], NoDecode, BeforeValidator(_split)]
 SamplingDefaults = Annotated[dict[str, int | float | None], NoDecode, BeforeValidator(_parse_object)]
 Device = Annotated[str, AfterValidator(_check_device)]
-KVCache = Literal[ExactForm, LossyForm]
+KVCache = Annotated[Literal[ExactForm, LossyForm], BeforeValidator(_choose_form)]
 KVDtype = Literal["bfloat16", "float16", "float32", "float8_e5m2", "float8_e4m3fn"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["safetensors", "dummy"]
+Weights = Literal["plain", "compact", "tbe"]

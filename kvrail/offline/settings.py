@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from kvrail.config.origins import explain
 from kvrail.config.settings import WorkerSettings
-from kvrail.config.types import ComputeDtype, KVCache, KVDtype
+from kvrail.config.types import ComputeDtype, KVDtype, LoadFormat, Weights
 from kvrail.errors import ConfigError
 from kvrail.worker.budgets import MOST_PLACES
 
@@ -23,9 +23,10 @@ class Options(TypedDict, total=False):
     device: str
     dtype: ComputeDtype
     kv_dtype: KVDtype
-    kv_cache: KVCache
-    load_format: Literal["safetensors", "dummy"]
-    weights: Literal["plain", "compact", "tbe"]
+    kv_cache: str
+    kv_quality: str
+    load_format: LoadFormat
+    weights: Weights
     page_size: int
     kv_memory_gib: float
     max_model_len: int

@@ -2,6 +2,7 @@
 
 import logging
 
+from kvrail.config.kv_quality import check_model
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.kv.cache import PagedCache, pages_that_fit
 from kvrail.engine.kv.closing_cache import ClosingCache, PoolSize, refusal, size_that_fits
@@ -30,6 +31,8 @@ def pages_for(settings: WorkerSettings, loaded: LoadedModel) -> tuple[int | Pool
     running = most_running(settings, num_pages)
     if settings.kv_cache == "plain":
         return num_pages, running
+    if settings.kv_quality:
+        check_model(settings.kv_quality, settings.model, loaded.fingerprint)
     form, memory, longest = settings.kv_cache, settings.kv_memory_gib, loaded.max_model_len
     if why := refusal(form, layout, loaded.device, loaded.dtype):
         raise ConfigError(f"kv_cache is {form!r}, but {why}; set it to plain")

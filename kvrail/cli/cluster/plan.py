@@ -22,7 +22,7 @@ from kvrail.config.settings import (
 )
 from kvrail.errors import ConfigError
 from kvrail.telemetry.tracing import check_tracing
-from kvrail.values.kv_cache import LOSSY_FORMS
+from kvrail.values.kv_cache import EXACT_FORMS
 
 LOOPBACK = "127.0.0.1"
 WORKER_PORTS = range(20_000, 32_768)
@@ -128,7 +128,7 @@ def _of(cls: type[RouterSettings | WorkerSettings | UpSettings], flags: Mapping[
 def _handed(cls: type[RouterSettings | WorkerSettings], flags: Mapping[str, object]) -> dict[str, object]:
     """The flags that go to a service. A lossy form of pages is not for workers that prefill alone."""
     handed = {name: value for name, value in _of(cls, flags).items() if name not in CHOSEN}
-    if cls is PrefillSettings and handed.get("kv_cache") in LOSSY_FORMS:
+    if cls is PrefillSettings and handed.get("kv_cache", "plain") not in EXACT_FORMS:
         del handed["kv_cache"]
     return handed
 
