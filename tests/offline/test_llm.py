@@ -226,9 +226,10 @@ def test_a_wrong_request_is_named_and_the_llm_goes_on(llm, call, error, message)
     ],
 )
 def test_a_wrong_argument_is_named(model, options, message):
+    model = model or folder()
     before = threading.active_count()
     with pytest.raises(ConfigError, match=message):
-        LLM(model or folder(), **options)
+        LLM(model, **options)
     assert threading.active_count() == before
 
 
