@@ -36,7 +36,12 @@ def pages_for(settings: WorkerSettings, loaded: LoadedModel) -> tuple[int | Pool
     form, memory, longest = settings.kv_cache, settings.kv_memory_gib, loaded.max_model_len
     if why := refusal(form, layout, loaded.device, loaded.dtype):
         raise ConfigError(f"kv_cache is {form!r}, but {why}; set it to plain")
-    return size_that_fits(layout, loaded.device, memory, form, max_running=running, max_model_len=longest), running
+
+    def fitting(most: int) -> PoolSize:
+        return size_that_fits(layout, loaded.device, memory, form, max_running=most, max_model_len=longest)
+
+    running = most_running(settings, fitting(running).num_pages)
+    return fitting(running), running
 
 
 def page_pool(settings: WorkerSettings, cache: PagedCache) -> tuple[PagePool, PageCloser | None]:
