@@ -256,12 +256,14 @@ async def test_frames_are_sized_by_the_link_and_by_what_both_ends_take(monkeypat
 async def test_an_answer_of_one_token_says_who_computed_it_and_how_its_kv_crosses(codec):
     """The request ends with the first token, before its KV is here."""
     async with cluster(tiny_model("llama"), "tcp", decode={"allow_lossy": True}, **SHARED) as c:
-        summary = (await c.ask(prompt_of(300), max_tokens=1, codec=codec)).summary
-        (address,) = c.prefills
+        answer = await c.ask(prompt_of(300), max_tokens=1, codec=codec)
+        (address,), summary = c.prefills, answer.summary
         assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, "tcp")
         assert summary.lossy == (codec == "int8")
         assert summary.numerics == ("" if summary.lossy else c.decode.model.numerics)
         assert summary.completion_tokens == 1
+        longer = await c.ask(prompt_of(200), max_tokens=5, codec=codec)
+        assert [reply.lossy for reply in (*answer.news, *longer.news)] == [codec == "int8"] * 6
         await c.settled()
 
 

@@ -13,6 +13,7 @@ from kvrail.text import Tokenizer
 from kvrail.values.kv_cache import FORMS, suits
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, status, until, write_output
 from tests.router.scripts import dying, error_of, hanging
+from tests.router.test_failover import prefer
 from tests.router.test_invariant import computing, saying
 
 HI = [{"role": "user", "content": "hi"}]
@@ -109,6 +110,24 @@ async def test_a_codec_that_loses_bits_is_not_exact_either(cluster: Cluster):
 
     cluster.decode[0].script = lossy
     assert told(await cluster.chat()) == ("plain", False)
+
+
+@pytest.mark.parametrize(("after", "exact"), [(0, True), (2, False)])
+async def test_bits_that_a_lost_workers_codec_took_are_told(tokenizer: Tokenizer, after: int, exact: bool):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        first, second = cluster.decode
+        await prefer(cluster, first)
+
+        async def lossy(worker, request):
+            async for reply in dying(after)(worker, request):
+                reply.lossy = True
+                yield reply
+
+        first.script = lossy
+        answer = await cluster.chat()
+        assert len(first.requests) == len(second.requests) == 1
+        assert told(answer) == ("plain", exact)
+        assert answer.json()["usage"]["kvrail"]["lossy"] is not exact
 
 
 async def test_exact_and_indifferent_requests_at_once(tokenizer: Tokenizer):

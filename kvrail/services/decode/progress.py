@@ -80,7 +80,9 @@ class Progress:
                 self.drafts.output(event)
                 if self.spans is not None and self.traced:
                     self._trace_output(event, self.spans)
-                return _output_reply(event)
+                reply = _output_reply(event)
+                reply.lossy = self._lossy()
+                return reply
             case Admitted():
                 self.timeline.mark(Moment.ADMITTED)
                 self.cached_tokens = event.cached_tokens

@@ -77,6 +77,11 @@ class Generation:
         return list(dict.fromkeys(form for stream in self._streams for form in stream.forms))
 
     @property
+    def lossy(self) -> bool:
+        """Whether a codec took bits from the KV of some of the output."""
+        return any(stream.lossy for stream in self._streams) or any(each.lossy for each in self.summaries)
+
+    @property
     def invariant(self) -> bool:
         """Whether every prompt's output has the bits that any of its workers would have given it."""
         return all(stream.invariant for stream in self._streams)

@@ -63,6 +63,7 @@ class PromptStream:
         self._numerics: set[str] = set()  # of all workers that had the prompt
         self._asked = turn.request.kv_cache
         self.forms: dict[str, None] = {}  # of pages, of the workers that had the prompt since its output began
+        self.lossy = False  # a codec took bits from the KV of one of these
 
     @property
     def ended(self) -> Ended | None:
@@ -72,8 +73,9 @@ class PromptStream:
     @property
     def invariant(self) -> bool:
         """Whether all of the output has the bits that any of its workers would have given it."""
-        alike = len(self.forms) == 1 or self._exact
-        return alike and self.ended is not None and self._numerics == {self.ended.summary.numerics} != {""}
+        if self.lossy or self.ended is None or not (len(self.forms) == 1 or self._exact):
+            return False
+        return self._numerics == {self.ended.summary.numerics} != {""}
 
     @property
     def _begun(self) -> bool:
@@ -168,6 +170,7 @@ class PromptStream:
                     elif news:
                         updates.append(output.draft(reply))
                     if reply.token_ids or reply.text or reply.finish_reason:
+                        self.lossy |= reply.lossy
                         updates.append(output.delta(reply))
                 reserved.succeeded(output.new_tokens)
                 output.new_tokens = 0
@@ -182,6 +185,7 @@ class PromptStream:
         self._numerics.add(reserved.worker.numerics)
         if not self._begun:
             self.forms.clear()
+            self.lossy = False
         self.forms[reserved.kv_cache] = None
         request.kv_cache = reserved.kv_cache
         del request.prefill_workers[:], request.prefill_instances[:]

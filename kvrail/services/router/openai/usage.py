@@ -34,16 +34,15 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     usage["prompt_tokens_details"] = {"cached_tokens": sum(min(s.cached_tokens, s.prompt_tokens) for s in summaries)}
     prefill_workers = dict.fromkeys(s.prefill_worker for s in summaries if s.prefill_worker)
     codecs = dict.fromkeys(summary.codec for summary in summaries if summary.codec)
-    lossy = any(summary.lossy for summary in summaries)
     usage["kvrail"] = {
         "prefill_worker": ",".join(prefill_workers) or None,
         "reason": next((summary.local_reason for summary in summaries if summary.local_reason), None),
         "codec": ",".join(codecs) or None,
         "transport": ",".join(dict.fromkeys(s.transport for s in summaries if s.transport)) or None,
         "codec_reason": next((summary.codec_reason for summary in summaries if summary.codec_reason), None),
-        "lossy": lossy,
+        "lossy": generation.lossy,
         "kv_cache": ",".join(generation.forms),
-        "exact": not lossy and all(map(is_exact, generation.forms)),
+        "exact": not generation.lossy and all(map(is_exact, generation.forms)),
         "invariant": generation.invariant,
         "kv_bytes": sum(summary.kv_bytes for summary in summaries),
         "kv_raw_bytes": sum(summary.kv_raw_bytes for summary in summaries),
