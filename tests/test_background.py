@@ -8,13 +8,19 @@ import pytest
 SCRIPT = """
 import atexit, logging, sys, threading, time
 from kvrail.runtime import background
-atexit.register(lambda: print("interpreter's own end", flush=True))
+from concurrent.futures import ThreadPoolExecutor
+class Freed:
+    def __del__(self):
+        print("freed", flush=True)
+kept = Freed()
+atexit.register(lambda: print("what was registered"))
 begun = threading.Event()
 def polite():
     begun.set()
     while not background.stopping():
         time.sleep(0.01)
     print("asked to stop", flush=True)
+    ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.2), print("what was submitted")))
 def stubborn():
     begun.set()
     while True:
@@ -24,7 +30,7 @@ background.start("work", {work})
 begun.wait()
 print("last words", end="")
 logging.getLogger().warning("last line")
-sys.exit(background.end({status}))
+background.end({status})
 """
 
 
@@ -37,7 +43,7 @@ def run(work: str, status: int) -> subprocess.CompletedProcess[str]:
 def test_a_thread_that_looks_is_waited_for(status: int):
     done = run("polite", status)
     assert (done.returncode, done.stderr) == (status, "last line\n")
-    assert done.stdout == "last wordsasked to stop\ninterpreter's own end\n"
+    assert done.stdout == "last wordsasked to stop\nwhat was submitted\nwhat was registered\n"
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -56,7 +56,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def run(role: str, arguments: argparse.Namespace) -> int:
-    """Run the service `role` until a signal stops it; returns its exit status.
+    """Run the service `role` until a signal stops it, and end the process with its exit status.
 
     A service's own code is imported here and not before: the router must start without torch.
     """
@@ -72,7 +72,7 @@ def run(role: str, arguments: argparse.Namespace) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read once, when torch is imported
     importlib.import_module("kvrail.runtime.logs").setup(settings.log_level, settings.log_format, role)
     main = loops.import_service(f"kvrail.services.{'router' if role == 'router' else 'worker'}.main")
-    return background.end(cast(int, main.run(settings)))
+    background.end(cast(int, main.run(settings)))
 
 
 def check_worker_installed(command: str) -> None:

@@ -56,10 +56,7 @@ def import_service(name: str) -> ModuleType:
 
 
 def keep_what_is_here() -> None:
-    """Spare full collections of garbage all that was loaded before serving: requests would wait while they look at it.
-
-    `background.end` undoes it.
-    """
+    """Spare full collections of garbage all that was loaded before serving: requests would wait meanwhile."""
     gc.collect()
     gc.freeze()
 

@@ -39,6 +39,13 @@ assert not (WITHOUT_UCX and os.environ.get("CI")), WITHOUT_UCX
 TRANSPORTS = ["inproc", "tcp", pytest.param("ucx", marks=pytest.mark.skipif(bool(WITHOUT_UCX), reason=WITHOUT_UCX))]
 
 
+def each_with_a_transport(values):
+    """Parameters: each value with one of the transports, which take turns."""
+    marked = [pytest.param(each) if isinstance(each, str) else each for each in TRANSPORTS]
+    pairs = zip(values, itertools.cycle(marked))
+    return [pytest.param(value, *transport.values, marks=transport.marks) for value, transport in pairs]
+
+
 @dataclass
 class Answer:
     tokens: dict[int, list[int]] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import pytest
 
 from kvrail.config.settings import DEMO_MODEL
 from kvrail.text import load_tokenizer
-from tests.cluster.cluster import TRANSPORTS, cluster
+from tests.cluster.cluster import cluster, each_with_a_transport
 from tests.models import FAMILIES, generate, tiny_model
 
 DEMO = Path(DEMO_MODEL)
@@ -19,8 +19,7 @@ def prompt_of(length, seed=0):
     return [rng.randrange(256) for _ in range(length)]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family,transport", each_with_a_transport(FAMILIES))
 async def test_greedy_tokens_equal_generate(family, transport):
     folder = tiny_model(family)
     async with cluster(folder, transport) as c:
@@ -40,11 +39,10 @@ async def test_greedy_tokens_equal_generate(family, transport):
         await c.settled()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_the_demo_model_says_what_generate_says(transport):
+async def test_the_demo_model_says_what_generate_says():
     text = (DEMO / "heldout.txt").read_text()
     ids = load_tokenizer(str(DEMO)).encode(text * 2, add_special_tokens=False)
-    async with cluster(DEMO, transport) as c:
+    async with cluster(DEMO) as c:
         for length in (1, 64, 65, 500, 1500):
             prompt = ids[100 : 100 + length]
             expected = generate(str(DEMO), tuple(prompt), 24)

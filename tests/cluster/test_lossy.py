@@ -84,10 +84,12 @@ async def test_workers_of_both_roles_compute_for_each_other(known):
     """What one sends is exact, though it keeps the prompt closed once that was sent."""
     shared = {key: value for key, value in SHARED.items() if key != "prefill_count"}
     async with both_workers(folder(), kv_cache="int4", **shared | {"num_pages": 40}) as pair:
-        for _ in range(2):
-            asked = [each.ask(prompt_of(length), seed=length, n=n, **SAMPLED) for length, n in known for each in pair]
-            for number, answer in enumerate(await asyncio.gather(*asked)):
-                assert answer.tokens == list(known.values())[number // 2]
+        for turn in range(2):
+            asked = [
+                pair[(number + turn) % 2].ask(prompt_of(length), seed=length, n=n, **SAMPLED)
+                for number, (length, n) in enumerate(known)
+            ]
+            assert [answer.tokens for answer in await asyncio.gather(*asked)] == list(known.values())
         for each in pair:
             await each.settled()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from kvrail.engine.schedule.tracker import RequestTracker
 from kvrail.transfer.receiving import PageReceiver
 from kvrail.transfer.send_queue import LATER_SLOTS, SLOTS, SendQueue
 from kvrail.transfer.sizes import first_recent_page
-from tests.cluster.cluster import TRANSPORTS, cluster
+from tests.cluster.cluster import TRANSPORTS, cluster, each_with_a_transport
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
 from tests.cluster.staged import (
     PAGE,
@@ -29,6 +30,7 @@ from tests.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("staged_codecs")
 LENGTHS = (1, 15, 16, 17, 200, 700)
+ROUNDS = int(os.environ.get("KVRAIL_LOAD_ROUNDS", "3"))
 
 
 @pytest.fixture
@@ -45,8 +47,7 @@ def assert_close(logprobs, wanted):
             assert both[0] == pytest.approx(both[1], abs=1e-4)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("codec", ["halves", "noise"])
+@pytest.mark.parametrize("codec,transport", each_with_a_transport(["noise", "halves", "halves"]))
 async def test_tokens_equal_raws_whatever_is_drafted(llama, transport, codec):
     async with cluster(llama, transport, prefix_cache=False, **SHARED) as c:
         for length, asked in itertools.product(LENGTHS, ({}, {"temperature": 0.8, "seed": 5, "logprobs": 2})):
@@ -205,8 +206,8 @@ async def test_held_payloads_stay_below_their_bound(llama, monkeypatch):
     assert bound <= most < bound + SLOTS * max(now)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_leaving_between_stages_returns_every_page_and_payload(llama, monkeypatch, transport):
+@pytest.mark.parametrize("first,transport", each_with_a_transport([1, 4, 7]))
+async def test_leaving_between_stages_returns_every_page_and_payload(llama, monkeypatch, first, transport):
     """Cancelled after each number of frames, before the later stages, while drafting and while verifying."""
     rng = random.Random(3)
     sent = 0
@@ -219,7 +220,7 @@ async def test_leaving_between_stages_returns_every_page_and_payload(llama, monk
 
     on_send(monkeypatch, counting)
     async with cluster(llama, transport, num_pages=120, **SHARED) as c:
-        for stop_after in range(1, 60, 3):
+        for stop_after in range(first, 60, 9):
             sent, reached = 0, asyncio.Event()
             prompt = prompt_of(rng.randint(150, 500), seed=stop_after)
             task = asyncio.create_task(c.ask(prompt, codec="halves", max_tokens=50))
@@ -295,7 +296,7 @@ async def test_sixteen_requests_of_mixed_stages_with_random_cancellation(llama, 
     ]
     async with cluster(llama, transport, num_pages=400, **SHARED) as c:
         alone = [(await c.ask(prompt, **options, max_tokens=30)).tokens for prompt, options in asked]
-        for _ in range(3):
+        for _ in range(ROUNDS):
             tasks = [asyncio.create_task(c.ask(prompt, **options, max_tokens=30)) for prompt, options in asked]
             for task in tasks[::3]:
                 await asyncio.sleep(rng.random() * 0.05)
