@@ -20,7 +20,13 @@ TESTS = Path(__file__).parent
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import (
+        InterpretedFunction,
+        InterpreterBuilder,
+        InterpreterOptions,
+        TensorHandle,
+        interpreter_builder,
+    )
 
     call_anew, multiply = InterpretedFunction.__call__, InterpreterBuilder.create_dot
 
@@ -42,6 +48,8 @@ if not torch.cuda.is_available():
 
     InterpretedFunction.__call__, InterpreterBuilder.create_dot = call_from_kernel, multiply_values
     InterpreterBuilder.get_bf16 = bfloat16_constant
+    # Of each sum and product of integers it would find out whether it overflows, and tell nobody: half of the time.
+    interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
 
 # Where several processes run the tests, each needs all that numba compiles when it collects them.
 if (name := os.environ.get("PYTEST_XDIST_WORKER")) is not None:

@@ -43,7 +43,7 @@ PREFILLS = {name: (shape, None) for name, shape in SHAPES.items()} | {
 """Small tiles take the interpreter longest, so that a few shapes must do."""
 
 
-@pytest.mark.parametrize("processors", [1, 100])
+@pytest.mark.parametrize("processors", [1, 40])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_decode(shape: dict, processors: int) -> None:
     case = make_case([(1, n) for n in (1, 16, 63, 64, 65, 129, 300, 2)], **shape)
@@ -116,7 +116,14 @@ def test_prefill(shape: dict, tuning: PrefillTuning | None) -> None:
 SPLIT = {
     "plain": {"heads": 4, "kv_heads": 1},
     "group of three, values narrower": {"heads": 6, "key_dim": 48, "value_dim": 32},
-    "window and all": {"window": 700, "softcap": 5.0, "sinks": True, "kv_dtype": "float8_e5m2"},
+    "window and all": {
+        "heads": 4,
+        "kv_heads": 1,
+        "window": 700,
+        "softcap": 5.0,
+        "sinks": True,
+        "kv_dtype": "float8_e5m2",
+    },
 }
 
 
@@ -129,7 +136,7 @@ def test_few_queries_behind_many_tokens(shape: dict) -> None:
     group = case.query.shape[1] // case.key.shape[1]
     for together in {1, math.gcd(group, 4)}:
         found = []
-        for splits in (1, 2, 16):
+        for splits in (1, 2, 8):
             out = torch.full((len(wanted) + 20, *wanted.shape[1:]), float("nan"))
             query = torch.cat([case.query, torch.full((20, *case.query.shape[1:]), float("nan"))])
             tuning = PrefillTuning(16, 4, 2, together, splits)

@@ -111,10 +111,30 @@ def pools(page_size: int, dims: tuple[int, int], layers: int, heads: int) -> tup
     return found[0], found[1]
 
 
-def check_kernels(dims: tuple[int, int], page_size: int, device: str, kernels: ModuleType) -> None:
-    """Close pages of all distributions with `kernels`, compare each tile with the reference's, and open them."""
-    layers, heads = 2, 3
-    keys, values = (pool.to(device) for pool in pools(page_size, dims, layers, heads))
+def few_pages(each: dict[str, Bits], layers: int, heads: int) -> torch.Tensor:
+    """Plain pages [layers, pages, page_size, heads, dim], a head of one layer of each distribution [page_size, dim].
+
+    Where these fill no whole number of pages, the first ones come again.
+    """
+    found = list(each.values())
+    found += found[: -len(found) % (layers * heads)]
+    bits = np.stack(found).reshape(-1, layers, heads, *found[0].shape)
+    return pages_of(bits.transpose(1, 0, 3, 2, 4))
+
+
+def check_kernels(
+    dims: tuple[int, int], page_size: int, device: str, kernels: ModuleType, *, few: bool = False
+) -> None:
+    """Close pages of all distributions with `kernels`, compare each tile with the reference's, and open them.
+
+    few: each distribution in one head of one layer.
+    """
+    layers, heads = 2, 2 if few else 3
+    if few:
+        each = [distributions((page_size, dim), seed) for seed, dim in enumerate(dims)]
+        keys, values = (few_pages(tiles, layers, heads) for tiles in each)
+    else:
+        keys, values = (pool.to(device) for pool in pools(page_size, dims, layers, heads))
     number = keys.shape[1]
     closed = ClosedPages(KVLayout(layers, heads, *dims, page_size, "bfloat16"), number + 2, 1000, device)
     closed.pages.fill_(0xFF)
