@@ -19,6 +19,7 @@ from kvrail.rpc.client import DecodeClient
 from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
+from tests.models import tiny_model
 
 ROUNDS = int(os.environ.get("KVRAIL_END_ROUNDS", "1"))
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z (DEBUG|INFO) ")
@@ -31,7 +32,7 @@ def free_port() -> int:
 
 
 async def start(*command: str, port: int) -> asyncio.subprocess.Process:
-    """A worker with the demo model, healthy."""
+    """A worker, healthy."""
     metrics_port = free_port()
     flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--kv-memory-gib", "0.025"]
     process = await asyncio.create_subprocess_exec(
@@ -105,7 +106,8 @@ async def test_sigterm_under_load_lets_answers_end(turn: int):
 )
 async def test_a_worker_that_is_broken_ends(how: str, why: str):
     port = free_port()
-    process = await start("tests.e2e.broken_worker", how, "--step-timeout-s", "2", port=port)
+    model = ["--model", str(tiny_model("llama")), "--served-model-name", "kvrail-demo"]
+    process = await start("tests.e2e.broken_worker", how, "--step-timeout-s", "2", *model, port=port)
     async with open_channel(f"127.0.0.1:{port}") as channel:
         client = DecodeClient(channel)
         for number in range(3):

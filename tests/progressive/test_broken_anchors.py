@@ -14,7 +14,7 @@ from tests.progressive.anchors import broken_anchors  # noqa: F401  a fixture
 from tests.progressive.gates import Gates
 from tests.progressive.test_same_output import DECODE, DEMO, SHARED, Tally, compare
 
-PROMPTS = 2
+PROMPTS = 1
 
 
 def prompts(count):
