@@ -1,7 +1,5 @@
 """An engine answers the same, bit for bit, whatever form its pages have."""
 
-import os
-
 import pytest
 
 from kvrail import LLM
@@ -11,7 +9,7 @@ from kvrail.errors import ConfigError
 from tests.lossless.serving import answers, requests
 from tests.models import tiny_model
 
-COUNT = 30 if os.environ.get("CI") == "true" else 20
+COUNT = 12
 OPTIONS = {"device": "cpu", "max_running": 6, "max_batch_tokens": 256, "max_model_len": 448, "kv_memory_gib": 0.0075}
 """Memory of 15 plain pages."""
 
@@ -28,7 +26,7 @@ def test_pages_without_spare_units_stay_open(monkeypatch: pytest.MonkeyPatch) ->
     """Where no unit is found, what was closed cannot be opened: were it read, tokens would change."""
     known = closing_cache.Outcome.failed.fget
     monkeypatch.setattr(closing_cache.Outcome, "failed", property(lambda self: [1] * len(known(self))))
-    asked = requests(8, 200, 100, seed=1)
+    asked = requests(4, 200, 70, seed=1)
     plain, _ = answers("plain", asked, **OPTIONS)
     lossless, closing = answers("lossless", asked, **OPTIONS)
     assert lossless == plain and closing._closer.pages == 0

@@ -70,7 +70,7 @@ def test_tokens_are_those_of_the_contract(form: str, model: str) -> None:
 
 def test_requests_of_all_kinds_say_what_they_say_alone() -> None:
     """In few pages, so that some are preempted; over what is cached, and once more."""
-    prompts, params = requests_of_all_kinds(10, 300, 220)
+    prompts, params = requests_of_all_kinds(6, 300, 150)
     prompts = [[token % 256 for token in prompt] for prompt in prompts]
     options = OPTIONS | {"max_model_len": 1024}
     with LLM(random_model(), kv_cache="int4", kv_memory_gib=0.02, prefix_cache=False, **options) as llm:
@@ -79,7 +79,7 @@ def test_requests_of_all_kinds_say_what_they_say_alone() -> None:
         for _ in range(2):
             assert answers(llm.generate(prompts, params)) == alone
         llm._engine.check()
-        assert llm._engine._scheduler.preemptions and llm._engine._closer.pages > 50
+        assert llm._engine._scheduler.preemptions and llm._engine._closer.pages > 10
 
 
 def test_a_page_with_a_refused_tile_stays_open_and_so_do_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_a_page_with_a_refused_tile_stays_open_and_so_do_those_behind_it(monkeyp
 
     monkeypatch.setattr(reference, "write_pages", with_outliers)
     prompts = [random_ids()[number : number + length] for number, length in enumerate((256, 320, 450, 130))]
-    params = SamplingParams(max_tokens=100, temperature=0, n=2, ignore_eos=True)
+    params = SamplingParams(max_tokens=66, temperature=0, n=2, ignore_eos=True)
     found, requests, engine = asked(prompts, params, "int4", random_model(), kv_memory_gib=0.02)
     assert found == said(requests, prompts, random_model(), "int4")
     engine.report_load()
