@@ -73,5 +73,5 @@ def check_kernels(
                 assert ((found & 0x7FFF) > 0x7F80).all()  # NaN
             else:
                 assert np.array_equal(found, open_tile(tile, source.shape[1], pool is keys, bits))
-    assert failed.tolist() == refused.tolist() and (refused > 0).any() and (refused == 0).sum() >= 3
+    assert failed.tolist() == refused.tolist() and (refused > 0).any() and (refused == 0).sum() >= (3 if few else 10)
     assert NO_SCALE & 0x7FFF > 0x7F80
