@@ -72,7 +72,7 @@ def run(role: str, arguments: argparse.Namespace) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read once, when torch is imported
     importlib.import_module("kvrail.runtime.logs").setup(settings.log_level, settings.log_format, role)
     main = loops.import_service(f"kvrail.services.{'router' if role == 'router' else 'worker'}.main")
-    background.end(cast(int, main.run(settings)))
+    return background.end(cast(int, main.run(settings)))
 
 
 def check_worker_installed(command: str) -> None:

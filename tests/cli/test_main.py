@@ -190,6 +190,7 @@ def test_teams_of_workers_soon_sleep(monkeypatch, given, role, wanted):
     if given is not None:
         monkeypatch.setenv("GOMP_SPINCOUNT", given)
     monkeypatch.setattr("kvrail.cli.role.end_with_parent", lambda _: None)
+    monkeypatch.setattr("kvrail.runtime.background.end", lambda status: status)  # it would end the tests
     found = []
     service = SimpleNamespace(setup=lambda *_: None, run=lambda _: found.append(os.environ.get("GOMP_SPINCOUNT")) or 0)
     monkeypatch.setattr("kvrail.cli.role.importlib.import_module", lambda _: service)
