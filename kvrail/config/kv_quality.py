@@ -29,7 +29,7 @@ def form_under(value: str, path: str) -> str:
     figures = measured(path)
     found = {form: figures[f"{form} pages"] for form in LOSSY_FORMS if f"{form} pages" in figures}
     if not found:
-        raise ValueError(f"kv_quality: {path} has no figures of lossy pages; write it anew by {MEASURE}")
+        raise ValueError(f"kv_quality: {path} has no figures of lossy pages; write it again by {MEASURE}")
     return min((form for form in found if found[form][1] <= bound), key=lambda form: found[form][0], default="lossless")
 
 
@@ -49,7 +49,7 @@ def check_model(path: str, model: str, fingerprint: str) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if measured_model != fingerprint:
-        raise ConfigError(f"kv_quality: {path} is of another model than {model}; write it anew by {MEASURE}")
+        raise ConfigError(f"kv_quality: {path} is of another model than {model}; write it again by {MEASURE}")
 
 
 def _read(path: str) -> dict[str, Any]:
