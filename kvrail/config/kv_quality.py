@@ -35,9 +35,9 @@ def form_under(value: str, path: str) -> str:
 
 def measured(path: str) -> dict[str, tuple[float, float]]:
     """Bits a value and KL in nats a token, by the names that the file has. Raises ValueError."""
+    content = _read(path)
     try:
-        rows = _read(path)["figures"]
-        return {str(row["name"]): (float(row["bits"]), float(row["kl"])) for row in rows}
+        return {str(row["name"]): (float(row["bits"]), float(row["kl"])) for row in content["figures"]}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"kv_quality: {path} has no figures of kvrail quality --json ({error!r})") from None
 

@@ -51,7 +51,9 @@ def test_figures_that_cannot_be_read_are_named(figures, tmp_path):
     def refused(path):
         with pytest.raises(ConfigError) as found:
             DecodeSettings.load({"kv_cache": "auto:0.1", "kv_quality": path})
-        return str(found.value)
+        told = str(found.value)
+        assert told.count("kv_quality") <= 2 and "ValueError('kv_quality" not in told  # each fault is told once
+        return told
 
     assert "set kv_quality too" in refused("")
     assert "nowhere.json: No such file or directory" in refused(str(tmp_path / "nowhere.json"))
