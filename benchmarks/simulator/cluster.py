@@ -10,7 +10,7 @@ from benchmarks.simulator.workers import Clock, Job, SimBoth, SimDecode, SimPref
 from kvrail.config.settings import RouterSettings
 from kvrail.runtime.queueing import FairQueue, Ticket
 from kvrail.services.router.fleet.policy import POLICIES, PlacementRequest
-from kvrail.services.router.fleet.ways import HERE, Slo, choose_way
+from kvrail.services.router.fleet.ways import HERE, Slo, Snapshot, choose_way
 from kvrail.services.router.fleet.workers import STATUS_INTERVAL_S as REPORT_S
 
 PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default
@@ -130,16 +130,12 @@ class Simulation:
     def _serve_next(self) -> bool:
         decode = [worker.candidate(computes=False) for worker in self._decode.values()]
         prefill = [worker.candidate(computes=True) for worker in self._prefill.values()]
+        workers = Snapshot(decode, prefill, self._slo)
         passed: list[Ticket] = []
         for ticket in self._queue.turns(sum(max(0, each.load.max_running - each.load.sequences) for each in decode)):
             job, request = self._waiting[ticket]
             urgent, spare_s = not self._computing[ticket.client], job.arrival + self._prefill_wait_s - self._clock.now
-            choice = choose_way(
-                *(self._policy, request, decode, prefill, self._slo),
-                urgent=urgent,
-                spare_s=spare_s,
-                usual=self._usual,
-            )
+            choice = choose_way(self._policy, request, workers, urgent=urgent, spare_s=spare_s, usual=self._usual)
             if choice is not None:
                 del self._waiting[ticket]
                 self._queue.granted(ticket, passed)

@@ -84,13 +84,15 @@ class SimWorker:
     given: TokenRate = field(default_factory=TokenRate)
     pool: PagePool = field(init=False)
     _seen: Candidate | None = None  # as long as nothing has changed
+    _seen_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.num_pages, self.page_size)
 
     def candidate(self, *, computes: bool) -> Candidate:
         """As the router's policy sees it; computes: whether it computes prompts."""
-        if self._seen is None or self.backlog:
+        if self._seen is None or (self.backlog and self._seen_at < self.clock.now):
+            self._seen_at = self.clock.now
             self._seen = Candidate(self.name, WorkerState.HEALTHY, self._load(computes), self.pages)
         return self._seen
 

@@ -27,8 +27,7 @@ async def test_one_object_stands_in_both_pools_with_one_load():
         worker.take(1, 1, [])
         decode, prefill = found.candidates()
         assert [each.target for each in prefill] == ["a:1"]
-        assert decode[0].load.backlog == prefill[0].load.backlog == 100
-        assert decode[0].load.sequences == prefill[0].load.sequences == 1
+        assert decode[0] is prefill[0] and (decode[0].load.backlog, decode[0].load.sequences) == (100, 1)
     finally:
         await found.close()
 

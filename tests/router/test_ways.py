@@ -6,7 +6,7 @@ import pytest
 
 from kvrail.services.router.fleet.demand import SECONDS, TokenRate
 from kvrail.services.router.fleet.policy import POLICIES, Candidate, Load, PlacementRequest, WorkerState, choose
-from kvrail.services.router.fleet.ways import APART, HERE, MARGIN, Slo, _Cost, _way, choose_way
+from kvrail.services.router.fleet.ways import APART, HERE, MARGIN, Slo, Snapshot, _Cost, _way, choose_way
 
 AWARE = POLICIES["prefix-aware"]
 LOAD = Load(
@@ -29,7 +29,8 @@ def worker(name, state=WorkerState.HEALTHY, holds=(), **load):
 
 def way(*both, request=PROMPT, prefill=(), decode=(), policy=AWARE, urgent=False, usual=HERE, slo=None):
     both = list(both)
-    choice = choose_way(policy, request, [*decode, *both], [*prefill, *both], slo or Slo(), urgent=urgent, usual=usual)
+    workers = Snapshot([*decode, *both], [*prefill, *both], slo or Slo())
+    choice = choose_way(policy, request, workers, urgent=urgent, usual=usual)
     if choice is None:
         return None
     return choice.decode.target, [each.target for each in choice.prefill], choice.way
@@ -95,7 +96,8 @@ def test_without_workers_of_both_roles_it_is_the_policy(policy):
         for backlog in (0, 5000):
             loaded = [replace(each, load=replace(each.load, backlog=backlog)) for each in prefill]
             plain = choose(POLICIES[policy], PROMPT, decode, loaded, urgent=urgent, spare_s=0.01)
-            found = choose_way(POLICIES[policy], PROMPT, decode, loaded, Slo(), urgent=urgent, spare_s=0.01)
+            workers = Snapshot(decode, loaded, Slo())
+            found = choose_way(POLICIES[policy], PROMPT, workers, urgent=urgent, spare_s=0.01)
             assert found == plain
 
 
@@ -135,11 +137,11 @@ def test_pages_are_compared_where_it_decodes(policy):
 def test_equal_costs_keep_the_way():
     for usual in (HERE, APART):
         for other in (1.0, 1 + MARGIN / 2, 1 / (1 + MARGIN / 2)):
-            assert _way(_Cost(False, False, 1.0), _Cost(False, False, other), usual)[0] == usual
-    assert _way(_Cost(False, False, 1.5), _Cost(False, False, 1.0), HERE) == (APART, "cost")
-    assert _way(_Cost(False, False, 1.0), _Cost(False, False, 1.5), APART) == (HERE, "cost")
-    assert _way(_Cost(True, False, 1.0), _Cost(False, False, 9.0), HERE) == (APART, "ttft")
-    assert _way(_Cost(False, True, 1.0), _Cost(False, False, 9.0), HERE) == (APART, "gap")
+            assert _way(_Cost(0, 1.0), _Cost(0, other), usual)[0] == usual
+    assert _way(_Cost(0, 1.5), _Cost(0, 1.0), HERE) == (APART, "cost")
+    assert _way(_Cost(0, 1.0), _Cost(0, 1.5), APART) == (HERE, "cost")
+    assert _way(_Cost(1, 1.0, late=True), _Cost(0, 9.0), HERE) == (APART, "ttft")
+    assert _way(_Cost(1, 1.0), _Cost(0, 9.0), HERE) == (APART, "gap")
 
 
 def test_a_rate_follows_the_load():

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 from kvrail.values.kv_cache import suits
@@ -97,9 +98,10 @@ class Load:
         """Seconds until its backlog is computed; 0 if its speed is not known."""
         return max(0.0, self.backlog * self.compute_s - self.computing_s)
 
-    def has_time(self, tokens: int) -> bool:
-        """Whether it would start on these tokens soon: a worker is kept busy, and given no more than that."""
-        return not self.step_tokens or not self.backlog or self.backlog + tokens <= STEPS_AHEAD * self.step_tokens
+    @property
+    def slack(self) -> float:
+        """Tokens of a prompt on which it would start soon: a worker is kept busy, and given no more than that."""
+        return STEPS_AHEAD * self.step_tokens - self.backlog if self.step_tokens and self.backlog else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def choose(
     # A prefill worker samples one token.
     others = [] if request.local else policy.rank(replace(request, n=1, output_tokens=0), prefill)
     computing = others or roomy[:1]
-    in_time = [each for each in computing if loads[each.target].has_time(request.prompt_tokens - each.cached_tokens)]
+    in_time = [each for each in computing if request.prompt_tokens - each.cached_tokens <= loads[each.target].slack]
     first = in_time[0] if in_time else computing[0]
     if others and not in_time and loads[first.target].wait_s > spare_s:
         helper = _helper(request, roomy, first, loads)
@@ -189,7 +191,7 @@ def _helper(
     there = busy.wait_s + (request.prompt_tokens - prefill.cached_tokens) * busy.compute_s
     for each in decode:
         load, missing = loads[each.target], request.prompt_tokens - each.cached_tokens
-        if load.has_time(missing) and (load.backlog + missing) * (load.compute_s or busy.compute_s) <= there:
+        if missing <= load.slack and (load.backlog + missing) * (load.compute_s or busy.compute_s) <= there:
             return each
     return None
 
@@ -309,5 +311,10 @@ def known(measured: Sequence[float], usual: float) -> list[float]:
 def lot(request: PlacementRequest, target: str) -> int:
     """Breaks ties between workers in the same way for all prompts that begin alike (rendezvous hashing)."""
     seed = request.pages[0] if request.pages else request.draw
-    mixed = (zlib.crc32(target.encode()) ^ seed) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    mixed = (_number(target) ^ seed) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     return (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF
+
+
+@lru_cache(4096)
+def _number(target: str) -> int:
+    return zlib.crc32(target.encode())

@@ -7,14 +7,17 @@ is fixed. The simulator (benchmarks/simulator) runs these very functions.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from operator import itemgetter
+from typing import NamedTuple
 
 from kvrail.services.router.fleet.policy import (
     USUAL_SEQUENCE_S,
     USUAL_TOKEN_S,
     Candidate,
-    Load,
     Placement,
     PlacementRequest,
     Policy,
@@ -49,81 +52,135 @@ class Slo:
     gap_s: float = 0.03
 
 
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """The cost of a choice. late, halting: it breaks the limit of the first token, or of gaps. tie: among equals."""
+class _Cost(NamedTuple):
+    """The cost of a choice: the lower, the better. broken: limits that it breaks; late: that of the first token."""
 
-    late: bool
-    halting: bool
+    broken: int
     seconds: float
     tie: tuple[int, int] = (0, 0)
+    late: bool = False
 
-    @property
-    def rank(self) -> tuple[int, float, tuple[int, int]]:
-        """The lower, the better."""
-        return self.late + self.halting, self.seconds, self.tie
+
+class _Worker:
+    """A candidate with measured or usual rates, and what is the same for every prompt."""
+
+    __slots__ = ("chunk", "chunk_s", "decoding", "each", "load", "sequence_s", "slack", "step_s", "token_s", "wait_s")
+
+    def __init__(
+        self, each: Candidate, slo: Slo, token_s: float, sequence_s: float, *, both: bool, busy: float
+    ) -> None:
+        """both: a prompt delays the sequences that decode there. busy: part of its time that prompts are to have."""
+        load, most = each.load, each.load.chunk_tokens or USUAL_CHUNK
+        self.each, self.load, self.token_s, self.sequence_s = each, load, token_s, sequence_s
+        self.slack = load.slack
+        self.decoding = load.sequences if both else 0
+        self.wait_s = max(0.0, load.backlog * token_s - load.computing_s)
+        self.step_s = load.step_s + self.decoding * sequence_s if self.decoding else 0.0
+        # Tokens of a step beside decoding: what keeps the limit of gaps, at least an eighth of the most.
+        self.chunk = max(most / 8, min(most, (slo.gap_s - self.step_s) / token_s))
+        self.chunk_s = most * token_s * busy
+
+
+class _Prompt:
+    """What one prompt costs on workers."""
+
+    def __init__(self, request: PlacementRequest, slo: Slo) -> None:
+        self._request, self._slo = request, slo
+        self._cached: dict[str, int] = {}
+        self._computed: dict[_Worker, _Cost] = {}
+
+    def missing(self, worker: _Worker) -> int:
+        """Tokens of the prompt that the worker has not cached."""
+        each = worker.each
+        if (cached := self._cached.get(each.target)) is None:
+            cached = self._cached[each.target] = cached_tokens(self._request, each)
+        return self._request.prompt_tokens - cached
+
+    def placed(self, worker: _Worker) -> Placement:
+        """Its place there."""
+        return Placement(worker.each.target, "cost", self._request.prompt_tokens - self.missing(worker))
+
+    def computed(self, worker: _Worker) -> _Cost:
+        """The prompt is computed there, beside what decodes."""
+        if (cost := self._computed.get(worker)) is None:
+            cost = self._computed[worker] = self._compute(worker)
+        return cost
+
+    def _compute(self, worker: _Worker) -> _Cost:
+        missing = self.missing(worker)
+        own_s = missing * worker.token_s
+        first_s = worker.wait_s + own_s
+        first_s += math.ceil((worker.load.backlog + missing) / worker.chunk) * worker.step_s
+        gap_s = worker.step_s + min(worker.chunk, missing) * worker.token_s if worker.decoding else 0.0
+        late = first_s > self._slo.ttft_s
+        broken = late + (gap_s > self._slo.gap_s)
+        tie = worker.load.sequences, lot(self._request, worker.each.target)
+        return _Cost(broken, first_s + worker.decoding * own_s, tie, late)
+
+    def served(self, worker: _Worker) -> _Cost:
+        """The prompt is computed there, and decodes there."""
+        cost = self.computed(worker)
+        return cost._replace(seconds=cost.seconds + self._decoding_s(worker))
+
+    def decoded(self, worker: _Worker) -> _Cost:
+        """It decodes there, on KV from another worker."""
+        seconds = FETCH_S + self.missing(worker) * worker.load.fetch_s + worker.wait_s + self._decoding_s(worker)
+        return _Cost(0, seconds, self.computed(worker).tie)
+
+    def _decoding_s(self, worker: _Worker) -> float:
+        """Seconds that the sequences there and the request cost each other, and that prompts to come cost it."""
+        tokens = self._request.n * self._request.output_tokens
+        return tokens * (2 * worker.load.sequences * worker.sequence_s + worker.chunk_s)
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
-    """A candidate with measured or usual rates.
+class _Kind:
+    """The workers for requests that ask for one form of pages.
 
-    decoding: its sequences that a prompt would delay. busy: part of its time that prompts are to have.
+    suiting: those whose pages serve them, in whatever state. both: targets of those that do both; if there are none,
+    nothing is weighed here. deciding, computing: those to decode on, and to compute prompts.
     """
 
-    each: Candidate
-    load: Load
-    cached: int
-    missing: int
-    decoding: int
-    token_s: float
-    sequence_s: float
-    busy: float
+    suiting: Sequence[Candidate]
+    both: AbstractSet[str]
+    deciding: Sequence[_Worker]
+    computing: Sequence[_Worker]
 
-    @property
-    def placed(self) -> Placement:
-        return Placement(self.each.target, "cost", self.cached)
 
-    @property
-    def in_time(self) -> bool:
-        return self.load.has_time(self.missing)
+class Snapshot:
+    """The workers of one moment, and what the choices for all prompts share.
 
-    def computes(self, request: PlacementRequest, slo: Slo) -> _Cost:
-        """The prompt is computed here, beside what decodes."""
-        load = self.load
-        wait_s = max(0.0, load.backlog * self.token_s - load.computing_s)
-        own_s = self.missing * self.token_s
-        step_s = load.step_s + self.decoding * self.sequence_s if self.decoding else 0.0
-        chunk = self._chunk(slo.gap_s - step_s)
-        first_s = wait_s + own_s + math.ceil((load.backlog + self.missing) / chunk) * step_s
-        gap_s = step_s + min(chunk, self.missing) * self.token_s if self.decoding else 0.0
-        tie = load.sequences, lot(request, self.each.target)
-        return _Cost(first_s > slo.ttft_s, gap_s > slo.gap_s, first_s + self.decoding * own_s, tie)
+    decode, prefill: a worker of both roles is in both.
+    """
 
-    def _chunk(self, spare_s: float) -> float:
-        """Tokens of its steps beside decoding: what keeps the limit of gaps, at least an eighth of the most."""
-        most = self.load.chunk_tokens or USUAL_CHUNK
-        return max(most / 8, min(most, spare_s / self.token_s))
+    def __init__(self, decode: Sequence[Candidate], prefill: Sequence[Candidate], slo: Slo) -> None:
+        self.decode, self.prefill, self.slo = decode, prefill, slo
+        self._kinds: dict[str, _Kind] = {}
 
-    def decodes(self, request: PlacementRequest) -> float:
-        """Seconds that its sequences and the request cost each other, and that prompts to come cost the request."""
-        chunk_s = (self.load.chunk_tokens or USUAL_CHUNK) * self.token_s * self.busy
-        return request.n * request.output_tokens * (2 * self.load.sequences * self.sequence_s + chunk_s)
+    def kind(self, kv_cache: str) -> _Kind:
+        """The workers for requests that ask for such pages (kvrail.values.kv_cache.Asked)."""
+        if kv_cache not in self._kinds:
+            suiting, ready = suitable(kv_cache, self.decode), able(self.prefill)
+            deciding = able(suiting)
+            both = {each.target for each in (*able(self.decode), *deciding)} & {each.target for each in ready}
+            busy = _busy(ready, both)
+            computing = self._rated(ready, both, busy) if both else []
+            rated = computing if deciding == ready or not both else self._rated(deciding, both, busy)
+            self._kinds[kv_cache] = _Kind(suiting, both, rated, computing)
+        return self._kinds[kv_cache]
 
-    def fetches(self, request: PlacementRequest) -> _Cost:
-        """The request decodes here, on KV from another worker; prompts that are computed here delay it."""
-        load = self.load
-        wait_s = max(0.0, load.backlog * self.token_s - load.computing_s)
-        seconds = FETCH_S + self.missing * load.fetch_s + wait_s + self.decodes(request)
-        return _Cost(False, False, seconds, (load.sequences, lot(request, self.each.target)))
+    def _rated(self, ready: Sequence[Candidate], both: AbstractSet[str], busy: dict[str, float]) -> list[_Worker]:
+        sequence_s = known([each.load.sequence_s for each in ready], USUAL_SEQUENCE_S)
+        return [
+            _Worker(each, self.slo, *rates, both=each.target in both, busy=busy.get(each.target, 0.0))
+            for each, *rates in zip(ready, _token_s(ready), sequence_s, strict=True)
+        ]
 
 
 def choose_way(
     policy: Policy,
     request: PlacementRequest,
-    decode: Sequence[Candidate],
-    prefill: Sequence[Candidate],
-    slo: Slo,
+    workers: Snapshot,
     *,
     urgent: bool,
     spare_s: float = math.inf,
@@ -131,60 +188,63 @@ def choose_way(
 ) -> WorkerChoice | None:
     """The best workers with room for a request now; None if it has to wait. Without workers of both roles: `choose`.
 
-    decode, prefill: a worker of both roles is in both. urgent, spare_s: see `choose`. usual: the way that the prompt
-    before took.
+    urgent, spare_s: see `choose`. usual: the way that the prompt before took.
     """
-    suiting = suitable(request.kv_cache, decode)
-    both = {each.target for each in (*able(decode), *able(suiting))} & {each.target for each in able(prefill)}
-    able_to = [each for each in suiting if each.target in both]
-    prefix_aware = isinstance(policy, PrefixAware)
-    if not both or not (able_to or prefix_aware):
-        return choose(policy, request, suiting, prefill, urgent=urgent, spare_s=spare_s)
-    if not prefix_aware:
-        choice = choose(policy, request, able_to, [], urgent=urgent, spare_s=spare_s)
-        return choice and WorkerChoice(choice.decode, [], (HERE, "policy"))
-    busy = _busy(prefill, both)
-    deciding, computing = _workers(request, suiting, both, busy), _workers(request, prefill, both, busy)
-    roomy = [each for each in deciding if each.load.has_room(request.n)]
-    here = [each for each in roomy if request.local or each.each.target in both]
-    apart = [] if request.local else [each for each in computing if each.load.has_room()]
-    if not urgent:
-        here = [each for each in here if each.in_time]
-        apart = [each for each in apart if each.in_time]
-    return _choose(request, slo, usual, here, _pairs(request, slo, roomy, apart), apart)
+    kind = workers.kind(request.kv_cache)
+    if not isinstance(policy, PrefixAware):
+        able_to = [each for each in kind.suiting if each.target in kind.both]
+        if able_to:
+            choice = choose(policy, request, able_to, [], urgent=urgent, spare_s=spare_s)
+            return choice and replace(choice, way=(HERE, "policy"))
+    if not isinstance(policy, PrefixAware) or not kind.both:
+        return choose(policy, request, kind.suiting, workers.prefill, urgent=urgent, spare_s=spare_s)
+    return _choose(_Prompt(request, workers.slo), request, kind, usual, urgent=urgent)
 
 
 def _choose(
-    request: PlacementRequest,
-    slo: Slo,
-    usual: str,
-    here: Sequence[_Worker],
-    pair: "tuple[_Cost, _Worker, _Worker] | None",
-    computing: Sequence[_Worker],
+    prompt: _Prompt, request: PlacementRequest, kind: _Kind, usual: str, *, urgent: bool
 ) -> WorkerChoice | None:
-    """The better of the best worker alone and the best pair: of what computes and what decodes."""
-    alone = min(((_together(request, slo, each), each) for each in here), key=lambda it: it[0].rank, default=None)
+    """The better of the best worker alone and the best two: one that computes and one that decodes."""
+
+    def in_time(workers: Iterable[_Worker]) -> list[_Worker]:
+        return [each for each in workers if urgent or (each.slack > 0 and prompt.missing(each) <= each.slack)]
+
+    deciding = [each for each in kind.deciding if request.local or each.each.target in kind.both]
+    here = (each for each in in_time(deciding) if each.load.has_room(request.n))
+    alone = min(((prompt.served(each), each) for each in here), key=_cost, default=None)
+    # The costs of two different workers add up, so they are among the best two for either part.
+    computing = [] if request.local else [each for each in in_time(kind.computing) if each.load.has_room()]
+    firsts = nsmallest(ALTERNATES + 2, ((prompt.computed(each), each) for each in computing), key=_cost)
+    roomy = (each for each in kind.deciding if each.load.has_room(request.n)) if firsts else ()
+    seconds = nsmallest(2, ((prompt.decoded(each), each) for each in roomy), key=_cost)
+    pairs = (
+        (one._replace(seconds=one.seconds + two.seconds), first, second)
+        for one, first in firsts[:2]
+        for two, second in seconds
+        if first.each.target != second.each.target
+    )
+    pair = min(pairs, key=_cost, default=None)
     if alone is None and pair is None:
         return None
-    if pair is None or alone is None:
-        way, reason = HERE if pair is None else APART, "only"
-    else:
-        way, reason = _way(alone[0], pair[0], usual)
-    if way == HERE:
-        assert alone is not None
-        return WorkerChoice(alone[1].placed, [], (HERE, reason))
+    way = _way(alone and alone[0], pair and pair[0], usual)
+    if alone is not None and way[0] == HERE:
+        return WorkerChoice(prompt.placed(alone[1]), [], way)
     assert pair is not None
-    _, first, decoding = pair
-    others = [each for each in computing if each is not first and each.each.target != decoding.each.target]
-    others.sort(key=lambda each: each.computes(request, slo).rank)
-    return WorkerChoice(decoding.placed, [each.placed for each in (first, *others[:ALTERNATES])], (APART, reason))
+    _, first, second = pair
+    others = [each for _, each in firsts if each is not first and each.each.target != second.each.target]
+    prefill = [prompt.placed(each) for each in (first, *others[:ALTERNATES])]
+    return WorkerChoice(prompt.placed(second), prefill, way)
 
 
-def _way(here: _Cost, apart: _Cost, usual: str) -> tuple[str, str]:
-    """The better way and why: a limit that the other one breaks, its cost, or that it is the usual one."""
-    if here.late + here.halting != apart.late + apart.halting:
-        way = HERE if here.rank < apart.rank else APART
-        return way, "ttft" if here.late != apart.late else "gap"
+_cost = itemgetter(0)
+
+
+def _way(here: _Cost | None, apart: _Cost | None, usual: str) -> tuple[str, str]:
+    """The better way and why: a limit that the other one breaks, its cost, that it is the usual or the only one."""
+    if here is None or apart is None:
+        return APART if here is None else HERE, "only"
+    if here.broken != apart.broken:
+        return HERE if here.broken < apart.broken else APART, "ttft" if here.late != apart.late else "gap"
     cheaper = HERE if here.seconds <= apart.seconds else APART
     margin = 1 + MARGIN
     if usual == HERE:
@@ -194,53 +254,17 @@ def _way(here: _Cost, apart: _Cost, usual: str) -> tuple[str, str]:
     return way, "cost" if way == cheaper else "usual"
 
 
-def _together(request: PlacementRequest, slo: Slo, worker: _Worker) -> _Cost:
-    cost = worker.computes(request, slo)
-    return _Cost(cost.late, cost.halting, cost.seconds + worker.decodes(request), cost.tie)
+def _token_s(ready: Sequence[Candidate]) -> list[float]:
+    return known([each.load.compute_s or each.load.token_s for each in ready], USUAL_TOKEN_S)
 
 
-def _pairs(
-    request: PlacementRequest, slo: Slo, decoding: Sequence[_Worker], computing: Sequence[_Worker]
-) -> "tuple[_Cost, _Worker, _Worker] | None":
-    """The best two different workers. Both costs add up, so that it is among the best two for either part."""
-    firsts = sorted(((each.computes(request, slo), each) for each in computing), key=lambda it: it[0].rank)[:2]
-    seconds = sorted(((each.fetches(request), each) for each in decoding), key=lambda it: it[0].rank)[:2]
-    found = [
-        (_Cost(one.late, one.halting, one.seconds + two.seconds, one.tie), first, second)
-        for one, first in firsts
-        for two, second in seconds
-        if first.each.target != second.each.target
-    ]
-    return min(found, key=lambda it: it[0].rank, default=None)
+def _busy(ready: Sequence[Candidate], both: AbstractSet[str]) -> dict[str, float]:
+    """Part of their time that prompts are to have, of workers of both roles: all of the first ones, then none.
 
-
-def _busy(prefill: Sequence[Candidate], both: "set[str]") -> dict[str, float]:
-    """Part of their time that prompts are to have, of workers of both roles: all of the first ones, then none."""
-    ready = able(prefill)
-    token_s = known([each.load.compute_s or each.load.token_s for each in ready], USUAL_TOKEN_S)
+    ready: all that compute prompts.
+    """
+    token_s = _token_s(ready)
     needed = sum(each.load.tokens_per_s * each_s for each, each_s in zip(ready, token_s, strict=True)) / UTILISATION
     needed -= sum(each.target not in both for each in ready)
     places = enumerate(each.target for each in ready if each.target in both)
     return {target: min(1.0, max(0.0, needed - place)) for place, target in places}
-
-
-def _workers(
-    request: PlacementRequest, candidates: Sequence[Candidate], both: "set[str]", busy: dict[str, float]
-) -> list[_Worker]:
-    ready = able(candidates)
-    token_s = known([each.load.compute_s or each.load.token_s for each in ready], USUAL_TOKEN_S)
-    sequence_s = known([each.load.sequence_s for each in ready], USUAL_SEQUENCE_S)
-    held = [cached_tokens(request, each) for each in ready]
-    return [
-        _Worker(
-            each,
-            each.load,
-            held[place],
-            request.prompt_tokens - held[place],
-            each.load.sequences if each.target in both else 0,
-            token_s[place],
-            sequence_s[place],
-            busy.get(each.target, 0.0),
-        )
-        for place, each in enumerate(ready)
-    ]

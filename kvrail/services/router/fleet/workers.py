@@ -307,11 +307,12 @@ class WorkerPool:
         )
 
     def candidates(self) -> tuple[list[Candidate], list[Candidate]]:
-        """Decode and prefill workers as the policy sees them."""
+        """Decode and prefill workers as the policy sees them; a worker of both roles is the same in both."""
         able_to = [each for each in self.prefill.values() if not isinstance(each, BothWorker) or each.prefills]
-        prefill = [worker.candidate() for worker in able_to]
-        alone = not able(prefill)
-        return [worker.candidate(computes=alone) for worker in self.decode.values()], prefill
+        prefill: dict[Worker, Candidate] = {each: each.candidate() for each in able_to}
+        alone = not able(list(prefill.values()))
+        decode = [prefill.get(each) or each.candidate(computes=alone) for each in self.decode.values()]
+        return decode, list(prefill.values())
 
     def places(self, n: int) -> int:
         """How many of a prompt's n sequences every worker computes at once; n without workers."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from kvrail.errors import DeadlineError, KvrailError
 from kvrail.runtime.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
 from kvrail.services.router.fleet.policy import PlacementRequest, WorkerChoice, able, suitable
-from kvrail.services.router.fleet.ways import HERE, Slo, choose_way
+from kvrail.services.router.fleet.ways import HERE, Slo, Snapshot, choose_way
 from kvrail.services.router.fleet.worker import DecodeWorker, Worker
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.rates import CompletionRate
@@ -229,6 +229,7 @@ class Dispatcher:
         """Whether a prompt left the queue."""
         passed: list[Ticket] = []
         decode, prefill = self._pool.candidates()
+        workers = Snapshot(decode, prefill, self._slo)
         suiting = {kind: able(suitable(kind, decode)) for kind in self.queue.kinds}
         room = {kind: any(each.load.has_room() for each in those) for kind, those in suiting.items()}
         free = sum(max(0, each.load.max_running - each.load.sequences) for each in able(decode))
@@ -244,10 +245,7 @@ class Dispatcher:
                 continue  # it is not passed: the others do not take what it could have
             urgent, spare_s = not self._computing[ticket.client], turn.since + self._prefill_wait_s - self._clock()
             choice = choose_way(
-                *(self._pool.policy, turn.request, decode, prefill, self._slo),
-                urgent=urgent,
-                spare_s=spare_s,
-                usual=self._usual,
+                self._pool.policy, turn.request, workers, urgent=urgent, spare_s=spare_s, usual=self._usual
             )
             if choice is not None:
                 del self._turns[ticket]
