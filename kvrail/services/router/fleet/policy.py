@@ -6,11 +6,11 @@ compares them.
 
 import math
 import zlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvrail.values.kv_cache import suits
 
@@ -86,8 +86,8 @@ class Load:
     tokens_per_s: float = 0.0
 
     def places(self, n: int) -> int:
-        """How many of a prompt's n sequences it computes at once; an eighth of its room is left to other prompts."""
-        return min(n, self.max_running - self.max_running // 8)
+        """How many of a prompt's n sequences it computes at once."""
+        return places(n, self.max_running)
 
     def has_room(self, n: int = 1) -> bool:
         """Whether there is room for `places(n)` sequences now."""
@@ -196,10 +196,23 @@ def _helper(
     return None
 
 
-def able(candidates: Sequence[Candidate]) -> list[Candidate]:
+def places(n: int, max_running: int) -> int:
+    """How many of a prompt's n sequences a worker computes at once; an eighth of its room is left to other prompts."""
+    return min(n, max_running - max_running // 8)
+
+
+class _Judged(Protocol):
+    @property
+    def state(self) -> WorkerState: ...
+
+
+J = TypeVar("J", bound=_Judged)
+
+
+def able(candidates: Collection[J]) -> list[J]:
     """Healthy workers; failing ones if none is healthy."""
-    healthy = [candidate for candidate in candidates if candidate.state is WorkerState.HEALTHY]
-    return healthy or [candidate for candidate in candidates if candidate.state is WorkerState.FAILING]
+    healthy = [each for each in candidates if each.state is WorkerState.HEALTHY]
+    return healthy or [each for each in candidates if each.state is WorkerState.FAILING]
 
 
 def suitable(kv_cache: str, decode: Sequence[Candidate]) -> list[Candidate]:

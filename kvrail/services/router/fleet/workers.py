@@ -18,7 +18,15 @@ from kvrail.services.router.fleet.compatibility import (
     page_mismatch,
 )
 from kvrail.services.router.fleet.discovery import Discovery
-from kvrail.services.router.fleet.policy import POLICIES, Candidate, PlacementRequest, WorkerState, able, suitable
+from kvrail.services.router.fleet.policy import (
+    POLICIES,
+    Candidate,
+    PlacementRequest,
+    WorkerState,
+    able,
+    places,
+    suitable,
+)
 from kvrail.services.router.fleet.worker import NOT_ASKED, BothWorker, DecodeWorker, PrefillWorker, Worker
 from kvrail.services.router.plan.translate import Limits
 from kvrail.telemetry.router import RouterMetrics
@@ -310,13 +318,14 @@ class WorkerPool:
         """Decode and prefill workers as the policy sees them; a worker of both roles is the same in both."""
         able_to = [each for each in self.prefill.values() if not isinstance(each, BothWorker) or each.prefills]
         prefill: dict[Worker, Candidate] = {each: each.candidate() for each in able_to}
-        alone = not able(list(prefill.values()))
+        alone = not able(prefill.values())
         decode = [prefill.get(each) or each.candidate(computes=alone) for each in self.decode.values()]
         return decode, list(prefill.values())
 
     def places(self, n: int) -> int:
         """How many of a prompt's n sequences every worker computes at once; n without workers."""
-        return min((each.load.places(n) for each in able(self.candidates()[0])), default=n)
+        answers = (each.answer for each in able(self.decode.values()))
+        return min((places(n, each.max_running) for each in answers if each is not None), default=n)
 
     @property
     def page_size(self) -> int:
