@@ -153,7 +153,7 @@ async def test_a_worker_that_leaves_finishes_what_it_has_and_may_come_back(token
 async def test_a_name_that_stops_resolving_keeps_the_workers_that_answer(
     tokenizer: Tokenizer, zone: Zone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(workers, "KEPT_S", 0.5)
+    monkeypatch.setattr(workers, "KEPT_S", 2.0)
     async with discovering(tokenizer, zone, decode=2) as cluster:
         first, second = cluster.decode
         pool = cluster.service.pool
