@@ -131,6 +131,9 @@ gpu-test: $(VENV)/.dev  ## the tests that need an NVIDIA GPU
 gpu-smoke: $(VENV)/.dev  ## the whole server on one NVIDIA GPU: architectures and settings, each under many different requests at once; minutes
 	$(BIN)/python -m tests.smoke $(ARGS)
 
+soak: $(VENV)/.dev  ## random traffic for ten minutes over each form of KV pages on one GPU; ARGS="--device cpu" without
+	$(BIN)/python -m tests.smoke.soak $(ARGS)
+
 gpu-smoke-state: $(VENV)/.dev  ## whether the result of `make gpu-smoke` is green and of this code
 	@$(BIN)/python -m tests.smoke --state
 

@@ -99,15 +99,14 @@ def check_summary(summary: decode_pb2.GenerateSummary, prompt_tokens: int, most_
 
 
 def check_form(form: str, roles: Sequence[str]) -> None:
-    """Refuse a form of pages that is not known, and a lossy one where prompts are computed for other workers."""
+    """Refuse a form of pages that is not known, and a lossy one of a worker that never decodes."""
     if form not in FORMS:
         raise IncompatibleError(
             f"the peer says that it keeps KV pages as {form[:MAX_NAME_CHARS]!r}; known forms are {', '.join(FORMS)}"
         )
-    if "prefill" in roles and not is_exact(form):
+    if list(roles) == ["prefill"] and not is_exact(form):
         raise IncompatibleError(
-            f"the peer says that it prefills and keeps KV pages as {form!r}; a worker that computes prompts for others"
-            " keeps exact pages"
+            f"the peer says that it only prefills and keeps KV pages as {form!r}; such a worker keeps exact pages"
         )
 
 

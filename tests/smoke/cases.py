@@ -7,6 +7,7 @@ from tests.smoke.models import ARCHITECTURES
 STAGED = ("splitzip-progressive-ans", "lynx-exact")
 SMALL_POOL_GIB = str(64.5 * 64 * 4 * 2 * 2 * 64 * 2 / (1 << 30))
 """64 pages of 64 tokens of 4 layers with 2 heads of 64 keys and values in bfloat16."""
+BOTH = ("--prefill-workers", "0", "--decode-workers", "0", "--workers", "2")
 FLOAT32 = ("--dtype", "float32", "--kv-dtype", "float32")
 
 
@@ -60,11 +61,11 @@ CASES = (
     Case("lossless pages", "llama", ("--kv-cache", "lossless")),
     Case("lossless pages, a pool too small", "llama", ("--kv-cache", "lossless", "--kv-memory-gib", SMALL_POOL_GIB)),
     Case("int4 pages", "llama", ("--kv-cache", "int4")),
-    Case("int8 pages, one whole worker", "qwen3", ("--kv-cache", "int8", "--prefill-workers", "0")),
+    Case("int8 pages, two workers of both roles", "qwen3", ("--kv-cache", "int8", *BOTH)),
     Case("small steps", "mistral", ("--max-running", "6", "--max-batch-tokens", "256")),
     Case("eager", "gemma2", ("--eager",)),
     Case("pages of 16", "llama", ("--page-size", "16")),
     Case("one whole worker", "qwen3", ("--prefill-workers", "0")),
     Case("two decode workers", "llama", ("--decode-workers", "2")),
-    Case("two workers of both roles", "llama", ("--prefill-workers", "0", "--decode-workers", "0", "--workers", "2")),
+    Case("two workers of both roles", "llama", BOTH),
 )

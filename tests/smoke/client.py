@@ -57,7 +57,7 @@ async def ask(client: httpx.AsyncClient, asked: Asked) -> Answer | None:
 
 
 async def _ask(client: httpx.AsyncClient, asked: Asked) -> Answer | None:
-    answer, ended = Answer(), not asked.body["stream"]
+    answer, ended, chunks = Answer(), not asked.body["stream"], 0
     async with client.stream("POST", "/v1/completions", json=asked.body) as response:
         if response.status_code != 200:
             raise FailedRequestError(f"{response.status_code}: {(await response.aread()).decode()}")
@@ -68,7 +68,8 @@ async def _ask(client: httpx.AsyncClient, asked: Asked) -> Answer | None:
                 ended = True
             elif line.startswith("data: "):
                 answer.add(json.loads(line[6:]))
-                if asked.leaves:
+                chunks += 1
+                if chunks == asked.leaves:
                     return None
     if not ended or len(answer.choices) != asked.body.get("n", 1):
         raise FailedRequestError(f"the stream ended early, with {len(answer.choices)} choices")

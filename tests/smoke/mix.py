@@ -34,11 +34,11 @@ TRANSFORMERS_KNOWS = "greedy again"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request. leaves: its client closes the connection behind the first chunk."""
+    """One request. leaves: chunks behind which its client closes the connection; 0: it stays."""
 
     kind: str
     body: dict[str, Any]
-    leaves: bool = False
+    leaves: int = 0
 
 
 def crowd(count: int, seed: int = 1, longest: int = LENGTHS[-1]) -> Iterator[Asked]:
@@ -69,7 +69,7 @@ def crowd(count: int, seed: int = 1, longest: int = LENGTHS[-1]) -> Iterator[Ask
         if not body["stream"]:
             del body["stream_options"]
         body["min_tokens"] = min(body.get("min_tokens", 0), body["max_tokens"])
-        yield Asked(kind, body, leaves=number % 10 == 7)
+        yield Asked(kind, body, leaves=int(number % 10 == 7))
 
 
 assert VOCAB > 256, "prompts are bytes"

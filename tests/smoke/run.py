@@ -47,7 +47,7 @@ async def run(case: Case, model: Path, device: str, count: int, longest: int) ->
     """Run a case; whatever goes wrong is in its faults."""
     begin, outcome = time.monotonic(), Outcome(case.name)
     try:
-        async with _cluster(case, model, device, outcome) as url:
+        async with cluster(case, model, device, outcome.faults) as (url, _):
             limits = httpx.Limits(max_connections=count)
             async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S, limits=limits) as client:
                 await _compare(client, case, model, list(crowd(count, longest=longest)), outcome)
@@ -124,8 +124,8 @@ async def _until_ready(client: httpx.AsyncClient, codec: str) -> None:
 
 
 @asynccontextmanager
-async def _cluster(case: Case, model: Path, device: str, outcome: Outcome) -> AsyncIterator[str]:
-    """The cluster's address, once it is healthy. Its log must tell of no fault."""
+async def cluster(case: Case, model: Path, device: str, faults: list[str]) -> AsyncIterator[tuple[str, int]]:
+    """The address of a cluster that is healthy, and its pid. What its log tells of faults is added to `faults`."""
     log = model.parent / f"{re.sub('[^a-z0-9]+', '-', case.name.lower())}.log"
     flags = ["--model", str(model), "--served-model-name", "smoke", "--device", device, "--port", "0", *case.flags]
     if "--kv-memory-gib" not in flags:
@@ -141,10 +141,10 @@ async def _cluster(case: Case, model: Path, device: str, outcome: Outcome) -> As
                 if process.returncode is not None:
                     raise RuntimeError(f"the cluster did not start: {log.read_text()[-2000:]}")
                 await asyncio.sleep(0.2)
-        yield found[1]
+        yield found[1], process.pid
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
         await process.wait()
         lines = log.read_text().splitlines()
-        outcome.faults += [f"log: {line}" for line in lines if FAULTS.search(line)][:5]
+        faults += [f"log: {line}" for line in lines if FAULTS.search(line)][:5]

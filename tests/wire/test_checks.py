@@ -29,7 +29,7 @@ def status(**changes):
         ({"pages_cached": 7}, "free and cached pages is 11"),
         ({"kv_cache": ""}, "keeps KV pages as ''; known forms are plain, lossless, int8, int4"),
         ({"kv_cache": "int3"}, "keeps KV pages as 'int3'; known"),
-        ({"kv_cache": "int4", "roles": ["prefill", "decode"]}, "prefills and keeps KV pages as 'int4'"),
+        ({"kv_cache": "int4", "roles": ["prefill"]}, "only prefills and keeps KV pages as 'int4'"),
         ({"metrics_port": 65536}, "metrics_port is 65536"),
         ({"step_cost": common_pb2.StepCost(prefill_each=math.nan)}, "prefill_each is nan"),
         ({"step_cost": common_pb2.StepCost(decode_base=-1.0)}, "decode_base is -1"),
@@ -42,6 +42,11 @@ def test_a_status_that_cannot_be_is_refused(changes, what):
     checks.check_status(status(), 2)
     with pytest.raises(IncompatibleError, match=what):
         checks.check_status(status(**changes), 2)
+
+
+def test_workers_that_decode_may_keep_lossy_pages():
+    for roles in (["decode"], ["prefill", "decode"]):
+        checks.check_status(status(kv_cache="int4", roles=roles), 2)
 
 
 def test_a_worker_of_another_protocol_may_leave_things_out():
