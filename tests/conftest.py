@@ -19,37 +19,7 @@ TESTS = Path(__file__).parent
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language as tl
-    from triton.runtime.interpreter import (
-        InterpretedFunction,
-        InterpreterBuilder,
-        InterpreterOptions,
-        TensorHandle,
-        interpreter_builder,
-    )
-
-    call_anew, multiply = InterpretedFunction.__call__, InterpreterBuilder.create_dot
-
-    def call_from_kernel(self: InterpretedFunction, *args: object, **kwargs: object) -> object:
-        """The interpreter puts its functions into triton.language anew at each such call: minutes in all."""
-        languages = [value for value in self.fn.__globals__.values() if value is tl or value is tl.core]
-        if any(tl.core.is_builtin(language.load) for language in languages):
-            return call_anew(self, *args, **kwargs)
-        return self.rewrite()(*args, **kwargs)
-
-    def multiply_values(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *more: object) -> TensorHandle:
-        """The interpreter multiplies bfloat16 by their bits, as integers."""
-        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return multiply(self, a, b, *more)
-
-    def bfloat16_constant(self: InterpreterBuilder, value: float) -> TensorHandle:
-        """The compiler rounds constants of bfloat16 to six decimals, so that small ones are 0."""
-        return self.create_fp_trunc(self.get_fp32(float(f"{value:f}")), tl.bfloat16)
-
-    InterpretedFunction.__call__, InterpreterBuilder.create_dot = call_from_kernel, multiply_values
-    InterpreterBuilder.get_bf16 = bfloat16_constant
-    # Of each sum and product of integers it would find out whether it overflows, and tell nobody: half of the time.
-    interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
+    import tests.interpreter  # noqa: F401 - it mends the interpreter and makes it faster
 
 # Where several processes run the tests, each needs all that numba compiles when it collects them.
 if (name := os.environ.get("PYTEST_XDIST_WORKER")) is not None:

@@ -40,9 +40,11 @@ def requests(count: int, longest: int, most: int, seed: int = 0) -> tuple[list[l
     return prompts, params
 
 
-def answers(kv_cache: str, asked: tuple[list[list[int]], list[SamplingParams]], **options: Any) -> tuple[list, Any]:
+def answers(
+    kv_cache: str, asked: tuple[list[list[int]], list[SamplingParams]], model: str = DEMO_MODEL, **options: Any
+) -> tuple[list, Any]:
     """All tokens and log probabilities, and the engine, whose books are right at the end."""
-    with LLM(DEMO_MODEL, kv_cache=kv_cache, kv_dtype="bfloat16", **options) as llm:
+    with LLM(model, kv_cache=kv_cache, kv_dtype="bfloat16", **options) as llm:
         results = llm.generate(*asked)
         found = [(list(each.token_ids), repr(each.logprobs)) for result in results for each in result.outputs]
         llm._engine.check()

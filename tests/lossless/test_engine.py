@@ -1,5 +1,7 @@
 """An engine answers the same, bit for bit, whatever form its pages have."""
 
+from typing import Any
+
 import pytest
 
 from kvrail import LLM
@@ -7,17 +9,23 @@ from kvrail.config.settings import DEMO_MODEL
 from kvrail.engine.kv import closing_cache
 from kvrail.errors import ConfigError
 from tests.lossless.serving import answers, requests
-from tests.models import tiny_model
+from tests.models import kv_gib, tiny_model
 
-COUNT = 12
-OPTIONS = {"device": "cpu", "max_running": 6, "max_batch_tokens": 256, "max_model_len": 448, "kv_memory_gib": 0.0075}
-"""Memory of 15 plain pages."""
+COUNT = 8
+OPTIONS = {"device": "cpu", "max_running": 6, "max_batch_tokens": 256, "max_model_len": 448}
+
+
+def both(count: int, most: int, seed: int, pages: int) -> tuple[list, Any, list, Any]:
+    """Answers of a small model over plain and over closed pages, in the memory of `pages` plain ones, and engines."""
+    folder = tiny_model("llama", head_dim=64, num_hidden_layers=2)
+    prompts, params = requests(count, 200, most, seed)
+    asked = [[token % 256 for token in prompt] for prompt in prompts], params
+    options = OPTIONS | {"kv_memory_gib": kv_gib(folder, pages)}
+    return *answers("plain", asked, str(folder), **options), *answers("lossless", asked, str(folder), **options)
 
 
 def test_lossless_pages_change_no_token() -> None:
-    asked = requests(COUNT, 200, 150)
-    plain, engine = answers("plain", asked, **OPTIONS)
-    lossless, closing = answers("lossless", asked, **OPTIONS)
+    plain, engine, lossless, closing = both(COUNT, 80, 0, 12)
     assert lossless == plain
     assert engine._scheduler.preemptions > 0 and closing._closer.pages > COUNT
 
@@ -26,9 +34,7 @@ def test_pages_without_spare_units_stay_open(monkeypatch: pytest.MonkeyPatch) ->
     """Where no unit is found, what was closed cannot be opened: were it read, tokens would change."""
     known = closing_cache.Outcome.failed.fget
     monkeypatch.setattr(closing_cache.Outcome, "failed", property(lambda self: [1] * len(known(self))))
-    asked = requests(4, 200, 70, seed=1)
-    plain, _ = answers("plain", asked, **OPTIONS)
-    lossless, closing = answers("lossless", asked, **OPTIONS)
+    plain, _, lossless, closing = both(4, 70, 1, 12)
     assert lossless == plain and closing._closer.pages == 0
 
 

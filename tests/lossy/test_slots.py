@@ -22,8 +22,7 @@ def prompt_of(length, seed=0):
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "ahead"), list(enumerate([False, True, False, True])))
 def test_requests_of_all_kinds_over_scarce_slots(seed: int, ahead: bool) -> None:
     bench = LossyBench(65, 38, seed, ahead=ahead, max_running=AT_ONCE, max_batch_tokens=48)
     traffic = Traffic(bench, seed, LossyTransfer)
