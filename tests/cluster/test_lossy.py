@@ -16,7 +16,6 @@ from tests.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("staged_codecs")
 SHARED = {"kv_dtype": "bfloat16", "num_pages": 60, "max_model_len": 1024, "max_running": 8, "prefill_count": 2}
-LENGTHS = (1, 64, 65, 200, 320, 450)
 SAMPLED = {"temperature": 0.9, "max_tokens": 80}
 
 
@@ -31,7 +30,7 @@ def lossy(form="int4", **changes):
 @pytest.fixture(scope="module")
 def known():
     """What an LLM says, by length and number of sequences."""
-    asked = [(length, n) for length in LENGTHS for n in (1, 3)]
+    asked = [(1, 1), (64, 1), (65, 3), (320, 3), (450, 1), (450, 3)]
     options = {"device": "cpu", "dtype": "float32", "kv_dtype": "bfloat16", "max_model_len": 1024}
     with LLM(str(folder()), kv_cache="int4", **options) as llm:
         results = llm.generate(
