@@ -11,7 +11,7 @@ from kvrail.codec import registry
 from tests.cluster.cluster import cluster
 from tests.models import tiny_model
 
-ROUNDS = int(os.environ.get("KVRAIL_LOAD_ROUNDS", "6"))
+ROUNDS = int(os.environ.get("KVRAIL_LOAD_ROUNDS", "10"))
 CONCURRENT = 32
 EXACT = [name for name in registry.names() if registry.get(name).exact]
 
@@ -19,11 +19,11 @@ EXACT = [name for name in registry.names() if registry.get(name).exact]
 def requests(seed):
     rng = random.Random(seed)
     for number in range(CONCURRENT):
-        prompt = [rng.randrange(256) for _ in range(rng.choice([rng.randint(1, 100), rng.randint(1, 2000)]))]
+        prompt = [rng.randrange(256) for _ in range(rng.choice([rng.randint(1, 100), rng.randint(1, 1000)]))]
         yield (
             prompt,
             {
-                "max_tokens": rng.randint(1, 48),
+                "max_tokens": rng.randint(1, 64),
                 "temperature": rng.choice([0.0, 0.8]),
                 "seed": number,
                 "n": rng.choice([1, 1, 1, 2]),
@@ -54,7 +54,7 @@ async def test_thirty_two_mixed_requests_again_and_again():
             (await c.ask(prompt, **params)).tokens if n % 2 == 0 else None for n, (prompt, params) in enumerate(asked)
         ]
     process, sizes = psutil.Process(), []
-    async with cluster(folder, num_pages=160, **shared) as c:  # too few pages: preemption
+    async with cluster(folder, num_pages=90, **shared) as c:  # too few pages: preemption
         for number in range(ROUNDS):
             together = await one_round(c, asked, random.Random(number))
             await c.settled()

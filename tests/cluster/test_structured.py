@@ -46,10 +46,11 @@ def assert_valid(answer, schema=SCHEMA):
 
 async def test_outputs_match_and_are_the_same_computed_here_or_elsewhere():
     async with cluster(tiny_model("llama")) as c:
-        ended = 0
-        for seed in range(4):
-            asked = (c.ask(prompt_of(200), **ASKED, seed=seed, logprobs=1, local=local) for local in (False, True))
-            elsewhere, here = await asyncio.gather(*asked)
+        ended, asked = 0, [(seed, local) for seed in range(4) for local in (False, True)]
+        answers = await asyncio.gather(
+            *(c.ask(prompt_of(200), **ASKED, seed=seed, logprobs=1, local=local) for seed, local in asked)
+        )
+        for elsewhere, here in zip(answers[::2], answers[1::2], strict=True):
             assert here.tokens == elsewhere.tokens and here.text == elsewhere.text
             assert elsewhere.summary.prefill_worker and not here.summary.prefill_worker
             assert_valid(elsewhere)
@@ -74,13 +75,11 @@ async def test_drafts_do_not_change_the_output(monkeypatch, codec):
     gate = asyncio.Event()
     hold_later_stages(monkeypatch, gate.wait)
     async with cluster(tiny_model("llama"), prefix_cache=False, **SHARED) as c:
-        for seed in range(2):
-            raw = await c.ask(prompt_of(300), codec="raw", **ASKED, seed=seed)
-            gate.clear()
-            asking = asyncio.create_task(c.ask(prompt_of(300), codec=codec, **ASKED, seed=seed))
-            await drafted(c.decode, min(20, len(raw.tokens[0]) // 2))
-            gate.set()
-            staged = await asking
+        whole = await asyncio.gather(*(c.ask(prompt_of(300), codec="raw", **ASKED, seed=seed) for seed in range(3)))
+        asking = [asyncio.create_task(c.ask(prompt_of(300), codec=codec, **ASKED, seed=seed)) for seed in range(3)]
+        await drafted(c.decode, sum(min(20, len(raw.tokens[0]) // 2) for raw in whole))
+        gate.set()
+        for raw, staged in zip(whole, await asyncio.gather(*asking), strict=True):
             assert staged.tokens == raw.tokens and staged.text == raw.text and staged.finish == raw.finish
             assert_valid(staged)
             assert staged.summary.drafts_proposed
