@@ -20,7 +20,7 @@ PROMPTS = 1
 def prompts(count):
     """Of the held-out text alone, which stays as it is: how many drafts happen to be right depends on the text."""
     ids = load_tokenizer(str(DEMO)).encode((DEMO / "heldout.txt").read_text(), add_special_tokens=False)
-    return [ids[1000 * number : 1000 * number + 300] for number in range(count)]
+    return [ids[1000 * number : 1000 * number + 600] for number in range(count)]
 
 
 class Tallies(dict[str, Tally]):
