@@ -16,7 +16,6 @@ from tests.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("staged_codecs")
 SHARED = {"kv_dtype": "bfloat16", "num_pages": 60, "max_model_len": 1024, "max_running": 8, "prefill_count": 2}
-LENGTHS = (1, 64, 65, 200, 320, 450)
 SAMPLED = {"temperature": 0.9, "max_tokens": 80}
 
 
@@ -31,7 +30,7 @@ def lossy(form="int4", **changes):
 @pytest.fixture(scope="module")
 def known():
     """What an LLM says, by length and number of sequences."""
-    asked = [(length, n) for length in LENGTHS for n in (1, 3)]
+    asked = [(1, 1), (64, 1), (65, 3), (320, 3), (450, 1), (450, 3)]
     options = {"device": "cpu", "dtype": "float32", "kv_dtype": "bfloat16", "max_model_len": 1024}
     with LLM(str(folder()), kv_cache="int4", **options) as llm:
         results = llm.generate(
@@ -42,20 +41,20 @@ def known():
     return dict(zip(asked, tokens, strict=True))
 
 
-@pytest.mark.parametrize(("transport", "codec"), [("tcp", "raw"), ("inproc", "halves")])
-async def test_answers_are_those_of_an_llm(known, transport, codec):
-    """Twice at once: cold, then over what is cached; then by the decode worker alone."""
-    async with cluster(folder(), transport, **lossy()) as c:
+async def test_answers_are_those_of_an_llm(known):
+    """Twice at once: cold, then over what is cached; then by the decode worker alone. Every second in two stages."""
+    async with cluster(folder(), **lossy()) as c:
         for local in (False, False, True):
             asked = [
-                c.ask(prompt_of(length), codec=codec, local=local, n=n, seed=length, **SAMPLED) for length, n in known
+                c.ask(prompt_of(length), codec=codec, local=local, n=n, seed=length, **SAMPLED)
+                for (length, n), codec in zip(known, itertools.cycle(("raw", "halves")))
             ]
             for case, answer in zip(known, await asyncio.gather(*asked), strict=True):
                 assert answer.tokens == known[case], (case, local)
             await c.settled()
-        again = await c.ask(prompt_of(450), codec=codec, seed=450, **SAMPLED)
+        again = await c.ask(prompt_of(450), codec="raw", seed=450, **SAMPLED)
         assert again.tokens == known[450, 1] and again.summary.cached_tokens >= 5 * 64
-        assert c.decode.engine._closer.pages > 20
+        assert c.decode.engine._closer.pages > 15
 
 
 @pytest.mark.parametrize("deaths", [1, 9])

@@ -46,10 +46,11 @@ def assert_valid(answer, schema=SCHEMA):
 
 async def test_outputs_match_and_are_the_same_computed_here_or_elsewhere():
     async with cluster(tiny_model("llama")) as c:
-        ended = 0
-        for seed in range(4):
-            elsewhere = await c.ask(prompt_of(200), **ASKED, seed=seed, logprobs=1)
-            here = await c.ask(prompt_of(200), **ASKED, seed=seed, logprobs=1, local=True)
+        ended, asked = 0, [(seed, local) for seed in range(4) for local in (False, True)]
+        answers = await asyncio.gather(
+            *(c.ask(prompt_of(200), **ASKED, seed=seed, logprobs=1, local=local) for seed, local in asked)
+        )
+        for elsewhere, here in zip(answers[::2], answers[1::2], strict=True):
             assert here.tokens == elsewhere.tokens and here.text == elsewhere.text
             assert elsewhere.summary.prefill_worker and not here.summary.prefill_worker
             assert_valid(elsewhere)
@@ -74,13 +75,11 @@ async def test_drafts_do_not_change_the_output(monkeypatch, codec):
     gate = asyncio.Event()
     hold_later_stages(monkeypatch, gate.wait)
     async with cluster(tiny_model("llama"), prefix_cache=False, **SHARED) as c:
-        for seed in range(3):
-            raw = await c.ask(prompt_of(300), codec="raw", **ASKED, seed=seed)
-            gate.clear()
-            asking = asyncio.create_task(c.ask(prompt_of(300), codec=codec, **ASKED, seed=seed))
-            await drafted(c.decode, min(20, len(raw.tokens[0]) // 2))
-            gate.set()
-            staged = await asking
+        whole = await asyncio.gather(*(c.ask(prompt_of(300), codec="raw", **ASKED, seed=seed) for seed in range(3)))
+        asking = [asyncio.create_task(c.ask(prompt_of(300), codec=codec, **ASKED, seed=seed)) for seed in range(3)]
+        await drafted(c.decode, sum(min(20, len(raw.tokens[0]) // 2) for raw in whole))
+        gate.set()
+        for raw, staged in zip(whole, await asyncio.gather(*asking), strict=True):
             assert staged.tokens == raw.tokens and staged.text == raw.text and staged.finish == raw.finish
             assert_valid(staged)
             assert staged.summary.drafts_proposed
@@ -91,9 +90,10 @@ async def test_drafts_do_not_change_the_output(monkeypatch, codec):
 async def test_another_worker_continues_where_the_grammar_was():
     async with cluster(tiny_model("llama")) as c:
         whole = await c.ask(prompt_of(100), **ASKED, seed=1)
-        for done in range(1, len(whole.tokens[0]), 17):
-            rest = await c.ask(prompt_of(100), **ASKED, seed=1, resumed=[(whole.tokens[0][:done], False)])
-            assert rest.tokens[0] == whole.tokens[0][done:]
+        done = range(1, len(whole.tokens[0]), 17)
+        resumed = ([(whole.tokens[0][:count], False)] for count in done)
+        rest = await asyncio.gather(*(c.ask(prompt_of(100), **ASKED, seed=1, resumed=each) for each in resumed))
+        assert [each.tokens[0] for each in rest] == [whole.tokens[0][count:] for count in done]
         with pytest.raises(InvalidRequestError, match="do not match the grammar"):
             await c.ask(prompt_of(100), **ASKED, seed=1, resumed=[([ord("x")], False)])
         await c.settled()
@@ -101,15 +101,13 @@ async def test_another_worker_continues_where_the_grammar_was():
 
 async def test_preempted_and_batched_with_free_outputs_they_are_the_same():
     """Pages for half of the sequences: they are preempted, and come back."""
-    asked = [{**ASKED, "seed": seed, "max_tokens": 120} if seed % 2 else {"seed": seed} for seed in range(8)]
-    for each in asked:
-        each.setdefault("max_tokens", 120)
+    asked = [{**(ASKED if seed % 2 else {}), "seed": seed, "max_tokens": 80} for seed in range(6)]
     rng = random.Random(5)
     prompts = [prompt_of(rng.randrange(20, 90)) for _ in asked]
     async with cluster(tiny_model("llama")) as c:
         alone = [await c.ask(prompt, **each) for prompt, each in zip(prompts, asked, strict=True)]
         await c.settled()
-    async with cluster(tiny_model("llama"), decode={"num_pages": 34, "page_size": 16}, prefill={"page_size": 16}) as c:
+    async with cluster(tiny_model("llama"), decode={"num_pages": 24, "page_size": 16}, prefill={"page_size": 16}) as c:
         together = await asyncio.gather(*(c.ask(p, **each) for p, each in zip(prompts, asked, strict=True)))
         assert c.decode.engine._scheduler.preemptions
         assert [each.tokens for each in together] == [each.tokens for each in alone]

@@ -4,6 +4,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from kvrail.services.router.generate import prompt
 from kvrail.text import Tokenizer, load_tokenizer
 from tests.router.cluster import TEMPLATE, Cluster, run_cluster, write_tokenizer
 
@@ -19,6 +20,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: Path) -> Tokenizer:
     return load_tokenizer(str(model_folder))
+
+
+@pytest.fixture
+def few_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that workers refuse is asked again twice, not eight times, each after a while."""
+    monkeypatch.setattr(prompt, "MAX_REFUSALS", 2)
 
 
 @pytest.fixture

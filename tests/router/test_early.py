@@ -114,6 +114,7 @@ async def test_official_clients_read_a_late_stream(tokenizer: Tokenizer):
         assert "".join(texts) == OUTPUT
 
 
+@pytest.mark.usefixtures("few_refusals")
 async def test_a_failure_after_the_headers_is_an_event(tokenizer: Tokenizer):
     release = asyncio.Event()
     async with (
@@ -147,6 +148,7 @@ async def test_headers_do_not_wait_for_a_turn(tokenizer: Tokenizer):
             task.cancel()
 
 
+@pytest.mark.usefixtures("few_refusals")
 async def test_a_failure_before_the_headers_has_a_status(tokenizer: Tokenizer):
     async with run_cluster(tokenizer) as cluster:
         error_of(await cluster.chat(stream=True, logit_bias={"299999": 1}), 400, None)
@@ -156,6 +158,7 @@ async def test_a_failure_before_the_headers_has_a_status(tokenizer: Tokenizer):
         error_of(await cluster.chat(stream=True), 503, "worker_unavailable")
 
 
+@pytest.mark.usefixtures("few_refusals")
 async def test_a_whole_answer_waits(tokenizer: Tokenizer):
     release = asyncio.Event()
     async with run_cluster(tokenizer, stream_head_s=0.001, keep_alive_s=0.001) as cluster:

@@ -38,6 +38,7 @@ async def in_flight(cluster: Cluster) -> float:
     return sum([await cluster.metric(f'kvrail_requests_in_flight{{state="{state}"}}') for state in states])
 
 
+@pytest.mark.usefixtures("few_refusals")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status_code", "code"),
@@ -100,6 +101,7 @@ async def test_replies_that_break_the_contract(cluster: Cluster):
         assert why in error_of(await cluster.complete(**fields), 500, "internal_error")
 
 
+@pytest.mark.usefixtures("few_refusals")
 async def test_one_prompt_of_several_fails(cluster: Cluster):
     async def one_hangs(worker, request):
         if request.prompt_token_ids[0] == 1:

@@ -85,6 +85,7 @@ async def test_count_tokens(claude, tokenizer: Tokenizer):
     assert counted.input_tokens == len(tokenizer.encode(text, add_special_tokens=False))
 
 
+@pytest.mark.usefixtures("few_refusals")
 async def test_errors_have_anthropics_shape(claude, cluster: Cluster):
     with pytest.raises(anthropic.BadRequestError, match="image") as caught:
         image = {"type": "image", "source": {"type": "url", "url": "https://localhost/x.png"}}

@@ -17,7 +17,7 @@ from benchmarks.simulator.roles import (
 from benchmarks.simulator.workers import Job
 from kvrail.services.router.fleet.ways import Slo
 
-WORKERS, SECONDS, SETTLED = 6, 24.0, 12.0
+WORKERS, SECONDS, SETTLED = 4, 20.0, 10.0
 STEPS = (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)
 
 

@@ -30,20 +30,15 @@ async def test_payloads_arrive_whole_and_in_order(ends):
     assert await ends.transfer(2, payloads) == payloads  # all under way at once
 
 
-@pytest.fixture(scope="module")
-def gibibyte():
-    return pattern(1 << 30)
-
-
-@pytest.mark.parametrize("pool_bytes", [1 << 30])
-async def test_a_gibibyte(ends, gibibyte):
+@pytest.mark.parametrize("pool_bytes", [1 << 26, pytest.param(1 << 30, marks=pytest.mark.heavy)])
+async def test_a_payload_as_large_as_the_pool(ends, pool_bytes):
     def tensor(payload):
         return payload if isinstance(payload, torch.Tensor) else torch.frombuffer(payload, dtype=torch.uint8)
 
-    payload = ends.kind.payload(gibibyte)
+    payload = ends.kind.payload(pattern(pool_bytes))
     async with ends.attempt(1) as (payload_sender, payload_receiver):
         sending = asyncio.create_task(payload_sender.send(payload))
-        region = await ends.receive(payload_receiver, 1 << 30)
+        region = await ends.receive(payload_receiver, pool_bytes)
         assert torch.equal(tensor(region.payload), tensor(payload))
         region.release()
         await sending

@@ -46,8 +46,9 @@ async def ended(task):
     return False
 
 
-async def under_way(ends, stage, receive):
-    """An attempt in the middle of things."""
+async def under_way(ends, stage):
+    """An attempt in the middle of things: payloads are received in turn and side by side, from stage to stage."""
+    receive = receive_side_by_side if stage % 2 else receive_in_turn
     payload_sender, payload_receiver = await ends.open(stage)
     sending = asyncio.create_task(ends.send_all(payload_sender, [pattern(SIZE, seed) for seed in range(COUNT)]))
     receiving = asyncio.create_task(receive(ends, payload_receiver))
@@ -61,10 +62,9 @@ async def works(ends):
     assert await ends.transfer((1 << 62) + 1, payloads) == payloads
 
 
-@pytest.mark.parametrize("receive", [receive_in_turn, receive_side_by_side])
-async def test_a_receive_is_cancelled(ends, receive):
+async def test_a_receive_is_cancelled(ends):
     for stage in STAGES:
-        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage, receive)
+        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage)
         receiving.cancel()
         await ended(receiving)
         await payload_receiver.aclose()
@@ -73,10 +73,9 @@ async def test_a_receive_is_cancelled(ends, receive):
     await works(ends)
 
 
-@pytest.mark.parametrize("receive", [receive_in_turn, receive_side_by_side])
-async def test_a_send_is_cancelled(ends, receive):
+async def test_a_send_is_cancelled(ends):
     for stage in STAGES:
-        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage, receive)
+        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage)
         sending.cancel()
         await ended(sending)
         await payload_sender.aclose()
@@ -84,11 +83,10 @@ async def test_a_send_is_cancelled(ends, receive):
     await works(ends)
 
 
-@pytest.mark.parametrize("receive", [receive_in_turn, receive_side_by_side])
 @pytest.mark.parametrize("first", ["receiver", "sender", "both"])
-async def test_an_end_is_closed(ends, receive, first):
+async def test_an_end_is_closed(ends, first):
     for stage in STAGES:
-        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage, receive)
+        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage)
         if first == "both":
             await asyncio.gather(payload_receiver.aclose(), payload_sender.aclose())
         for end in (payload_receiver, payload_sender) if first == "receiver" else (payload_sender, payload_receiver):
@@ -101,7 +99,7 @@ async def test_an_end_is_closed(ends, receive, first):
 async def test_closing_is_cancelled(ends):
     """Whoever is cancelled while he closes leaves nothing behind either."""
     for stage in STAGES:
-        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage, receive_side_by_side)
+        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage)
         closings = [asyncio.create_task(end.aclose()) for end in (payload_receiver, payload_sender)]
         await moment(stage % 6)
         for closing in closings:
@@ -156,7 +154,7 @@ async def test_opening_is_cancelled(ends):
 async def test_nothing_is_written_after_the_payload_receiver_is_closed(ends):
     buffer = ends.pool.buffer
     for stage in STAGES:
-        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage, receive_side_by_side)
+        payload_sender, payload_receiver, sending, receiving = await under_way(ends, stage)
         await payload_receiver.aclose()
         await ended(receiving)
         ends.kind.wipe(buffer)  # the payloads have no zero
