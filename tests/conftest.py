@@ -40,8 +40,6 @@ settings.load_profile("untimed")
 
 LONG = (
     "cluster/test_load.py",
-    "engine/test_attention_kernels.py",
-    "codec/test_ans_kernels.py",
     "cli/test_up.py",
     "e2e/test_progressive_benchmark.py",
     "e2e/test_worker_end.py",
