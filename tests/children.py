@@ -6,7 +6,16 @@ from multiprocessing.context import BaseContext
 
 import torch
 
-PRELOADED = ("tests.transport.conformance.peer", "tests.transport.ucx.child")
+PRELOADED = (
+    "tests.forked",
+    "tests.transport.conformance.peer",
+    "tests.transport.ucx.child",
+    "kvrail.cli.main",
+    "kvrail.services.router.main",
+    "kvrail.services.worker.main",
+    "kvrail.services.worker.serving",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 def context() -> BaseContext:

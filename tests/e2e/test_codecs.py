@@ -1,15 +1,14 @@
 """A cluster as it comes, asked over HTTP: what each codec carries, and how that shows."""
 
 import json
-import subprocess
-import sys
 
 import httpx
 import pytest
 
 from benchmarks.link import once_compiled
 from kvrail.codec import registry
-from tests.e2e.cluster import MODEL, ROOT, lint, samples, started
+from tests.e2e.cluster import MODEL, lint, samples, started
+from tests.forked import Forked
 
 LEAST_RATIO = {
     "raw": 1.0,
@@ -83,9 +82,8 @@ def test_a_trace_tells_where_each_byte_went(cluster, tmp_path):
     with_codec(cluster, "splitzip-progressive-ans")
     path = tmp_path / "trace.json"
     flags = ["--url", cluster.url, "--codec", "splitzip-progressive-ans", "--max-tokens", "8", "--out", str(path)]
-    command = [sys.executable, "-m", "kvrail", "trace", *flags, PROMPT]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    traced, refused = tmp_path / "traced", tmp_path / "refused"
+    assert Forked(["trace", *flags, PROMPT], traced).wait(60) == 0, traced.read_text()
     told = json.loads(path.read_text())
     usage, events = told["otherData"], told["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -102,9 +100,8 @@ def test_a_trace_tells_where_each_byte_went(cluster, tmp_path):
     end = whole["ts"] + whole["dur"]
     assert sum(e["dur"] for e in spans if e["cat"] == "parts") == pytest.approx(end, rel=1e-3)
     assert all(e["ts"] >= 0 and e["ts"] + e["dur"] <= end + 2 for e in spans)
-    assert {"prefill", "kv_wait", "draft", "decode"} <= {line.split()[0] for line in done.stdout.splitlines()}
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2 and "exists; add --force" in refused.stderr
+    assert {"prefill", "kv_wait", "draft", "decode"} <= {line.split()[0] for line in traced.read_text().splitlines()}
+    assert Forked(["trace", *flags, PROMPT], refused).wait(60) == 2 and "exists; add --force" in refused.read_text()
     assert "trace" not in ask(cluster).json()["usage"]["kvrail"]
 
 
