@@ -6,6 +6,8 @@ from multiprocessing.context import BaseContext
 
 import torch
 
+from tests import kernels
+
 PRELOADED = (
     "tests.forked",
     "tests.transport.conformance.peer",
@@ -15,6 +17,9 @@ PRELOADED = (
     "kvrail.services.worker.main",
     "kvrail.services.worker.serving",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",  # the demo model's
+    "uvloop",
+    *kernels.MODULES,
 )
 
 
