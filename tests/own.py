@@ -13,8 +13,9 @@ import numpy as np
 def main() -> None:
     """See the module's docstring."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-    drawn = random.random(), float(np.random.random()), uuid.uuid4(), next(tempfile._get_candidate_names())  # type: ignore[attr-defined]
-    sys.stdout.write(f"OWN={os.environ['OWN']}\ndrawn {drawn}\n.\n")
+    drawn = (random.random(), np.random.random(), uuid.uuid4(), next(tempfile._get_candidate_names()))
+    told = "".join(f"drawn {each}\n" for each in drawn)
+    sys.stdout.write(f"OWN={os.environ['OWN']}\n{told}.\n")
     while True:
         signal.pause()
 
