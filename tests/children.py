@@ -6,7 +6,21 @@ from multiprocessing.context import BaseContext
 
 import torch
 
-PRELOADED = ("tests.transport.conformance.peer", "tests.transport.ucx.child")
+from tests import kernels
+
+PRELOADED = (
+    "tests.forked",
+    "tests.transport.conformance.peer",
+    "tests.transport.ucx.child",
+    "kvrail.cli.main",
+    "kvrail.services.router.main",
+    "kvrail.services.worker.main",
+    "kvrail.services.worker.serving",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",  # the demo model's
+    "uvloop",
+    *kernels.MODULES,
+)
 
 
 def context() -> BaseContext:

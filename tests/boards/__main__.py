@@ -30,7 +30,7 @@ import yaml
 from playwright.sync_api import Browser, sync_playwright
 
 from deploy.grafana.source.live import BOARDS, MAY_BE_EMPTY, RULES, filled
-from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.cluster import ROOT, Cluster, pid_at
 from tests.e2e.processes import free_ports
 
 log = logging.getLogger("boards")
@@ -109,14 +109,7 @@ def traffic(url: str, clients: int) -> Iterator[None]:
 
 def kill_a_worker(cluster: Cluster) -> None:
     """Kill one decode worker of `kvrail up`, which starts another."""
-    for folder in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if parent == cluster.process.pid and b"decode" in words:
-                os.kill(int(folder.name), signal.SIGKILL)
-                return
-    raise SystemExit("the cluster has no decode worker")
+    os.kill(pid_at(cluster.metrics["decode-0"]), signal.SIGKILL)
 
 
 def asked(url: str, panel: dict[str, Any], begin: float, end: float) -> list[dict[str, Any]]:

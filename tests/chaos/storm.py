@@ -22,7 +22,7 @@ from tests.chaos.ground import Ground
 from tests.chaos.load import ask, bodies, storm
 
 CLIENTS = 8
-DISTINCT = 24
+DISTINCT = 16
 """Requests that differ; a storm asks them again and again."""
 FEWEST_FAULTS = int(os.environ.get("KVRAIL_CHAOS_FAULTS", "3"))
 """On a fast machine the requests would be answered before so many: then there are more."""

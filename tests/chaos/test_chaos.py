@@ -1,15 +1,15 @@
 """Clients of a cluster whose workers are killed, stopped and cut off get their answers, token by token as ever."""
 
+import itertools
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
-from tests.chaos.cluster import ROOT
 from tests.chaos.faults import BOTH, SCENARIOS
 from tests.chaos.ground import laid
+from tests.forked import Forked
 from tests.models import tiny_model
 
 REQUESTS = int(os.environ.get("KVRAIL_CHAOS_REQUESTS", "40"))
@@ -40,7 +40,6 @@ IN_ONE_MACHINE = ("kills", "prefill kills", "stops", "upgrades", BOTH)
 def test_clients_notice_nothing(name, transport, tmp_path):
     try:
         with laid(WORKERS) as ground:
-            inside = [*ground.inside(ground.hub), sys.executable, "-m", "tests.chaos.storm", name, transport]
             flags = {
                 "--hub": ground.hub,
                 "--workers": ",".join(ground.workers),
@@ -48,15 +47,14 @@ def test_clients_notice_nothing(name, transport, tmp_path):
                 "--folder": str(tmp_path),
                 "--requests": str(REQUESTS),
             }
-            command = [*inside, *(part for flag in flags.items() for part in flag)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            arguments, log = [name, transport, *itertools.chain(*flags.items())], tmp_path / "storm.log"
+            done = Forked(arguments, log, "tests.chaos.storm", namespace=ground.hub).wait()
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         assert not os.environ.get("CI"), error
         pytest.skip(f"network namespaces need root and iproute2: {error}")
-    if done.returncode:
-        logs = (f"-- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(tmp_path.iterdir()))
-        pytest.fail("\n".join([*logs, done.stderr]))
-    report = json.loads(done.stdout.splitlines()[-1])
+    if done:
+        pytest.fail("\n".join(f"-- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(tmp_path.iterdir())))
+    report = json.loads(log.read_text().splitlines()[-1])
     print(name, transport, report["outcomes"], len(report["faults"]), "faults; held", report["held"])  # noqa: T201
     assert report["faults"], "nothing befell the cluster"
     assert set(report["outcomes"]) <= {"full", "refused"}, report  # none wrong, none hung, no improper error

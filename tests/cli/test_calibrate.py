@@ -100,8 +100,9 @@ def test_a_model_with_a_short_context_is_measured_in_short_sequences():
     assert (cut.keys == measuring.measure(loaded, [ids[:100], ids[100:200], ids[200:]]).keys).all()
 
 
-@pytest.mark.parametrize("flag", ["--per-layer", "--shared"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "flag"), [("bfloat16", "--shared"), *zip(DTYPES, ("--per-layer", "--shared") * 2, strict=True)]
+)
 def test_the_codebook_covers_at_least_what_the_default_covers(calibrate, text, tmp_path, dtype, flag):
     status, out, error = calibrate(flag, "--kv-dtype", dtype)
     assert (status, error) == (0, "")
@@ -257,7 +258,9 @@ def test_the_help_names_every_type_and_the_defaults(capsys, monkeypatch):
     assert all(flag in out for flag in ("--model", "--text", "--tokens", "--out", "--force", "--per-layer", "--shared"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.heavy) for dtype in DTYPES if dtype != "bfloat16")]
+)
 def test_the_figures_of_the_default_codebook_are_those_of_the_demo_model(dtype):
     ids = load_tokenizer(DEMO_MODEL).encode((Path(DEMO_MODEL) / "heldout.txt").read_text(), add_special_tokens=True)
     measured = measuring.measure(load(DEMO_MODEL, dtype), [ids])

@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from tests.cli.test_supervisor import alive, wait_until
+from tests.e2e.cluster import pid_at
+from tests.forked import Forked
 from tests.models import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -21,23 +23,13 @@ START_S = 180.0
 
 
 class Up:
-    """A running `kvrail up`, started in a folder that has a `services` of its own."""
+    """A running `kvrail up`. real: no fork, and in a folder that has a `services` of its own."""
 
-    def __init__(self, folder, *argv):
-        (folder / "services").mkdir()
-        (folder / "services" / "__init__.py").write_text("raise RuntimeError('somebody else's code')\n")
+    def __init__(self, folder, *argv, real=False):
         self.log = folder / "log"
-        command = "import sys; from kvrail.cli.main import main; raise SystemExit(main())"
         flags = ("--port", "0", "--model", str(tiny_model("llama")), "--kv-memory-gib", "0.05", "--device", "cpu")
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", command, "up", *flags, *argv],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        arguments = ["up", *flags, *argv]
+        self.process = started_among_others(folder, self.log, arguments) if real else Forked(arguments, self.log)
         deadline = time.monotonic() + START_S
         while "Ctrl-C stops the cluster" not in self.text():
             assert self.process.poll() is None, self.text()
@@ -58,18 +50,34 @@ class Up:
             return False
 
     def child(self, role):
-        return next(child for child in self.children if role in child.cmdline())
+        return psutil.Process(pid_at(self.url if role == "router" else self.metrics[f"{role}-0"]))
 
     def all_gone(self):
         wait_until(lambda: not any(alive(child.pid) for child in self.children), "a process is left behind")
+
+
+def started_among_others(folder, log, arguments):
+    """A process that would import somebody else's code if the folder were on its path."""
+    (folder / "services").mkdir()
+    (folder / "services" / "__init__.py").write_text("raise RuntimeError('somebody else's code')\n")
+    command = "import sys; from kvrail.cli.main import main; raise SystemExit(main())"
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", command, *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
 
 
 @pytest.fixture
 def up(tmp_path):
     started = []
 
-    def start(*argv):
-        started.append(Up(tmp_path, *argv))
+    def start(*argv, **options):
+        started.append(Up(tmp_path, *argv, **options))
         return started[-1]
 
     yield start
@@ -141,7 +149,7 @@ def test_a_lost_worker_ends_the_cluster_without_restarts(up):
 
 
 def test_nothing_outlives_a_kvrail_up_that_is_killed(up):
-    cluster = up()
+    cluster = up(real=True)
     assert len({cluster.child(role).pid for role in ("router", "prefill", "decode")}) == 3
     cluster.process.kill()
     cluster.all_gone()
@@ -149,9 +157,7 @@ def test_nothing_outlives_a_kvrail_up_that_is_killed(up):
 
 def test_a_mistake_of_a_worker_is_told_with_its_last_lines(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    flags = ["--port", "0", "--model", str(tmp_path), "--device", "cpu"]
-    command = [sys.executable, "-m", "kvrail", "up", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
-    assert done.returncode == 1
-    assert re.search(r"^kvrail up: .*ended with status [12]", done.stderr, re.MULTILINE)
-    assert re.search(r"^  (router|prefill-0|decode-0): \S", done.stderr, re.MULTILINE)
+    log = tmp_path / "log"
+    assert Forked(["up", "--port", "0", "--model", tmp_path, "--device", "cpu"], log).wait(START_S) == 1
+    assert re.search(r"^kvrail up: .*ended with status [12]", log.read_text(), re.MULTILINE)
+    assert re.search(r"^  (router|prefill-0|decode-0): \S", log.read_text(), re.MULTILINE)

@@ -5,16 +5,19 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import openai
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 MODEL = "kvrail-demo"
@@ -23,10 +26,7 @@ MODEL = "kvrail-demo"
 class Cluster:
     def __init__(self, log: Path, *flags: str) -> None:
         flags = ("--port", "0", "--kv-memory-gib", "0.5", "--local-prefill-tokens", "16", *flags)
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvrail", "up", *flags], cwd=ROOT, stdout=out, stderr=out
-            )
+        self.process = Forked(["up", *flags], log)
         deadline = time.monotonic() + 180
         while "Ctrl-C stops the cluster" not in log.read_text():
             assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -49,6 +49,13 @@ def started(tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[C
 def samples(url: str):
     """Every sample of a metrics page: name, labels, value."""
     return [sample[:3] for f in text_string_to_metric_families(httpx.get(url).text) for sample in f.samples]
+
+
+def pid_at(url: str) -> int:
+    """Of the process that listens there."""
+    port = urlsplit(url).port
+    listening = (each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+    return next(each.pid for each in listening if each.laddr.port == port)
 
 
 def lint(text: str) -> None:

@@ -3,13 +3,13 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ class Processes:
         router: tuple[str, ...] = (),
     ) -> None:
         """flags: of every worker. both: each could do both, and the router knows it by one. router: its flags."""
-        self.processes: dict[str, subprocess.Popen] = {}
+        self.processes: dict[str, Forked] = {}
         self.folder, self.model = folder, model
         http, *ports = free_ports(1 + prefills + decodes)
         self.url = f"http://127.0.0.1:{http}"
@@ -58,9 +58,8 @@ class Processes:
     def start(self, role, address, *flags):
         host, _, port = address.rpartition(":")
         shared = ["--model", str(self.model), "--served-model-name", "tiny"]
-        command = [sys.executable, "-m", "kvrail", role, "--host", host, "--port", port, *shared, *flags]
-        with (self.folder / f"{role}-{port}").open("wb") as log:
-            self.processes[address] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        arguments = [role, "--host", host, "--port", port, *shared, *flags]
+        self.processes[address] = Forked(arguments, self.folder / f"{role}-{port}")
 
     def states(self):
         try:

@@ -1,5 +1,6 @@
 """The official OpenAI client against a whole cluster of real processes with the model that ships."""
 
+import functools
 import json
 import os
 import time
@@ -29,12 +30,17 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-def transformers_answer(messages, max_new_tokens):
+@functools.cache
+def transformers_model():
+    """The demo model and its tokenizer as transformers has them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = ROOT / "models" / MODEL
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+def transformers_answer(messages, max_new_tokens):
+    model, tokenizer = transformers_model()
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         out = model.generate(**ids, max_new_tokens=max_new_tokens, do_sample=False)
@@ -118,11 +124,7 @@ def test_chat_logprobs_are_of_the_tokens_said(cluster):
 
 def test_logprobs_of_prompts_are_those_of_transformers(cluster):
     """Also where the prefix is cached, of a prompt of several chunks, beside others, and in a stream."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = ROOT / "models" / MODEL
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model, tokenizer = transformers_model()
     prompts = [LONG + "What is a file?", "def read_lines(path):\n", LONG + "What is a socket?"]
     asked = {"model": MODEL, "prompt": prompts, "echo": True, "logprobs": 3, "max_tokens": 0}
     cluster.client.completions.create(**asked | {"logprobs": None, "echo": False, "max_tokens": 1})  # fills the cache

@@ -9,8 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.link import DECODE_HOST, PREFILL_HOST, ROOT, UNLIMITED, Cluster, limit, linked, prompt_of
+from benchmarks.link import DECODE_HOST, PREFILL_HOST, UNLIMITED, Cluster, limit, linked, prompt_of
 from benchmarks.progressive_client import TIMEOUT_S, ask
+from tests.forked import Forked
 
 TOKENS, OUTPUT_TOKENS = 700, 40
 RATE = "10mbit"
@@ -43,14 +44,14 @@ def in_namespace(spaces, folder):
 def answers(tmp_path_factory):
     try:
         with linked(UNLIMITED) as spaces:
-            inside = [sys.executable, "-m", "tests.e2e.test_progressive_link", *spaces, tmp_path_factory.mktemp("link")]
-            command = ["ip", "netns", "exec", spaces[1], *inside]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            folder = tmp_path_factory.mktemp("link")
+            arguments, log = [*spaces, folder], folder.with_name("link.log")
+            done = Forked(arguments, log, "tests.e2e.test_progressive_link", namespace=spaces[1]).wait()
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         assert not os.environ.get("CI"), error
         pytest.skip(f"network namespaces need root and iproute2: {error}")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert done == 0, log.read_text()
+    return json.loads(log.read_text().splitlines()[-1])
 
 
 def test_drafts_are_made_and_the_text_is_raws(answers):

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import sys
 
 import httpx
 import pytest
@@ -19,9 +18,12 @@ from kvrail.rpc.client import DecodeClient
 from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
+from tests.forked import MODULE, Forked
 from tests.models import tiny_model
+from tests.scratch import new_folder
 
 ROUNDS = int(os.environ.get("KVRAIL_END_ROUNDS", "1"))
+STREAMS, TOKENS = 4, 30
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z (DEBUG|INFO) ")
 
 
@@ -31,13 +33,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-async def start(*command: str, port: int) -> asyncio.subprocess.Process:
-    """A worker, healthy."""
+async def start(module: str, *arguments: str, port: int) -> Forked:
+    """A worker, healthy, or ended."""
     metrics_port = free_port()
     flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--kv-memory-gib", "0.025"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *command, *flags, stderr=asyncio.subprocess.PIPE
-    )
+    process = Forked([*arguments, *flags], new_folder("worker") / "log", module)
     async with httpx.AsyncClient(trust_env=False) as http:
         while process.returncode is None:
             try:
@@ -48,11 +48,17 @@ async def start(*command: str, port: int) -> asyncio.subprocess.Process:
     return process
 
 
-async def ended(process: asyncio.subprocess.Process) -> None:
+async def ended(process: Forked) -> str:
+    """What it said, once it has ended; its status is `returncode`."""
+    await asyncio.to_thread(process.wait, 60)
+    return process.log.read_text()
+
+
+async def ended_well(process: Forked) -> None:
     """It ended with 0 and said nothing but log lines."""
-    _, said = await process.communicate()
-    assert process.returncode == 0, said.decode()
-    assert [line for line in said.decode().splitlines() if not LOG_LINE.match(line)] == []
+    said = await ended(process)
+    assert process.returncode == 0, said
+    assert [line for line in said.splitlines() if not LOG_LINE.match(line)] == []
 
 
 async def stream(client: DecodeClient, number: int, begun: asyncio.Event) -> int:
@@ -61,7 +67,7 @@ async def stream(client: DecodeClient, number: int, begun: asyncio.Event) -> int
         request_id=f"r{number}",
         model="kvrail-demo",
         prompt_token_ids=[5, 6, 7 + number],
-        sampling=sampling_to_proto(SamplingParams(max_tokens=60, ignore_eos=True)),
+        sampling=sampling_to_proto(SamplingParams(max_tokens=TOKENS, ignore_eos=True)),
     )
     tokens = 0
     async with client.events.submit(request, timeout_s=120) as replies:
@@ -74,24 +80,24 @@ async def stream(client: DecodeClient, number: int, begun: asyncio.Event) -> int
 @pytest.mark.parametrize("wait_s", [0.3 * turn for turn in range(ROUNDS)])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_sigterm_right_after_ready(role: str, wait_s: float):
-    process = await start("kvrail", role, port=0)
+    process = await start(MODULE, role, port=0)
     await asyncio.sleep(wait_s)
     process.send_signal(signal.SIGTERM)
-    await ended(process)
+    await ended_well(process)
 
 
 @pytest.mark.parametrize("turn", range(ROUNDS))
 async def test_sigterm_under_load_lets_answers_end(turn: int):
     port = free_port()
-    process = await start("kvrail", "decode", port=port)
+    process = await start(MODULE, "decode", port=port)
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        client, begun = DecodeClient(channel), [asyncio.Event() for _ in range(8)]
+        client, begun = DecodeClient(channel), [asyncio.Event() for _ in range(STREAMS)]
         answers = [asyncio.create_task(stream(client, number, each)) for number, each in enumerate(begun)]
         for each in begun:  # a request that has not come by then is asked to go elsewhere
             await each.wait()
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.gather(*answers) == [60] * 8
-        await ended(process)
+        assert await asyncio.gather(*answers) == [TOKENS] * STREAMS
+        await ended_well(process)
         await client.close()
 
 
@@ -113,8 +119,7 @@ async def test_a_worker_that_is_broken_ends(how: str, why: str):
         for number in range(3):
             with pytest.raises(WorkerUnavailableError):
                 await stream(client, number, asyncio.Event())
-        async with asyncio.timeout(60):
-            _, said = await process.communicate()
+        said = await ended(process)
         await client.close()
     assert process.returncode == 1
-    assert why in said.decode()
+    assert why in said

@@ -28,13 +28,12 @@ async def prefill_process(order, folder, device, transport):
     flags += ["--model", str(folder), "--served-model-name", "tiny", "--device", device, "--transport", transport]
     port = free_port()
     process = await start("tests.gpu.signalled_prefill", str(order), *flags, port=port)
-    assert process.returncode is None, (await process.stderr.read()).decode()
+    assert process.returncode is None, process.log.read_text()
     try:
         yield f"127.0.0.1:{port}", process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
+        process.kill()
+        await asyncio.to_thread(process.wait)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -68,6 +67,5 @@ async def test_stopped_then_killed_in_the_middle(tmp_path, device, transport):
         order.write_text(f"{int(signal.SIGKILL)} {FRAMES}")
         assert not (await ask("raw")).prefill_worker
         await at_rest(c)
-        async with asyncio.timeout(30):
-            assert await process.wait() == -signal.SIGKILL
+        assert await asyncio.to_thread(process.wait, 30) == -signal.SIGKILL
         assert value(c.decode, "local") == 2

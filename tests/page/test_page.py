@@ -6,8 +6,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -18,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.cluster import Cluster, started
 from tests.e2e.processes import ROOT, free_ports
+from tests.forked import Forked
+from tests.scratch import new_folder
 
 try:
     from axe_playwright_python.sync_playwright import Axe
@@ -272,9 +272,7 @@ def second_router(cluster, *flags):
     health = httpx.get(f"{cluster.url}/health").json()
     port = free_ports(1)[0]
     workers = [f"--{role}-workers={','.join(health[f'{role}_workers'])}" for role in ("decode", "prefill")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvrail", "router", "--port", str(port), *workers, *flags], cwd=ROOT
-    )
+    process = Forked(["router", "--port", port, *workers, *flags], new_folder("router") / "log")
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

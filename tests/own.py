@@ -1,0 +1,24 @@
+"""Prints what a process has of its own, and ends with status 7 when it is asked to."""
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import uuid
+
+import numpy as np
+
+
+def main() -> None:
+    """See the module's docstring."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    drawn = (random.random(), np.random.random(), uuid.uuid4(), next(tempfile._get_candidate_names()))
+    told = "".join(f"drawn {each}\n" for each in drawn)
+    sys.stdout.write(f"OWN={os.environ['OWN']}\n{told}.\n")
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()
