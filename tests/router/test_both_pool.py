@@ -1,6 +1,7 @@
 """Workers of both roles in the router's pool."""
 
 from kvrail.config.settings import RouterSettings
+from kvrail.services.router.fleet.policy import WorkerState
 from kvrail.services.router.fleet.worker import BothWorker
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.telemetry.router import RouterMetrics
@@ -28,6 +29,21 @@ async def test_one_object_stands_in_both_pools_with_one_load():
         decode, prefill = found.candidates()
         assert [each.target for each in prefill] == ["a:1"]
         assert decode[0] is prefill[0] and (decode[0].load.backlog, decode[0].load.sequences) == (100, 1)
+    finally:
+        await found.close()
+
+
+async def test_who_says_what_cannot_be_does_not_start_any_more():
+    found = pool(workers="a:1")
+    found.start()
+    try:
+        (worker,) = found.workers
+        worker.lost("not there yet")
+        found.reconsider()
+        assert worker.state is WorkerState.STARTING and str(worker) == "worker a:1"
+        worker.lost("the peer says that it only prefills", wrong=True)
+        found.reconsider()
+        assert worker.state is WorkerState.INCOMPATIBLE and "only prefills" in worker.detail
     finally:
         await found.close()
 

@@ -62,11 +62,12 @@ async def test_a_worker_whose_answers_cannot_be_is_left_alone_for_a_while(cluste
     await until(lambda: all(w.state is WorkerState.FAILING for w in cluster.service.pool.decode.values()))
 
 
-async def test_a_status_that_cannot_be_takes_its_worker_out(cluster: Cluster):
+async def test_a_status_that_cannot_be_takes_its_worker_out(cluster: Cluster, caplog: pytest.LogCaptureFixture):
     cluster.prefill[0].status = status(step_cost=common_pb2.StepCost(prefill_each=math.nan))
     (worker,) = cluster.service.pool.prefill.values()
-    await until(lambda: worker.state is WorkerState.DOWN)
+    await until(lambda: worker.state is WorkerState.INCOMPATIBLE)
     assert "prefill_each is nan" in worker.detail
+    assert f"{worker} is incompatible: the peer says" in caplog.text
     assert (await cluster.complete()).status_code == 200
     cluster.prefill[0].status = status()
     await until(lambda: worker.state is WorkerState.HEALTHY)

@@ -30,7 +30,7 @@ class WorkerState(StrEnum):
     DRAINING = "draining"  # finishes its requests
     FAILING = "failing"  # answers, and fails its requests
     DOWN = "down"
-    INCOMPATIBLE = "incompatible"  # serves another model
+    INCOMPATIBLE = "incompatible"  # serves another model, or says of itself what cannot be
     DUPLICATE = "duplicate"  # is a worker with another address, which is used
 
 

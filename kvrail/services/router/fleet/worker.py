@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from kvrail.errors import KvrailError
+from kvrail.errors import IncompatibleError, KvrailError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.runtime.breaker import Breaker
@@ -44,7 +44,7 @@ class Worker:
         self.state = WorkerState.STARTING
         self.detail = NOT_ASKED
         self.answer: common_pb2.WorkerStatus | None = None
-        self.failure = ""
+        self.failure, self.wrong = "", False
         self.answered = self.leaving = False
         self.breaker = Breaker()
         self.vocab_size, self.kv_cache = 0, ""  # in its last status
@@ -60,6 +60,9 @@ class Worker:
         self._most = 0  # of our sequences, that its last status may have counted
         self._others = 0  # sequences of other routers
 
+    def __str__(self) -> str:
+        return f"{self.role} worker {self.target}".removeprefix("both ")
+
     async def ask(self) -> None:
         """Ask for the worker's status. Requests of ours may come and end while it answers."""
         self._most = self._sequences
@@ -68,7 +71,7 @@ class Worker:
             check_status(answer, PAGES_A_LOOK)
             self._take_pages(answer)
         except KvrailError as error:
-            self.lost(str(error))
+            self.lost(str(error), wrong=isinstance(error, IncompatibleError))
             return
         self._others = max(0, answer.running + answer.waiting - self._most)
         answer.ClearField("kv_events")
@@ -91,9 +94,9 @@ class Worker:
         """Seconds since its last status."""
         return monotonic() - self._last_answer
 
-    def lost(self, reason: str) -> None:
-        """The worker did not answer."""
-        self.answer, self.failure = None, reason
+    def lost(self, reason: str, *, wrong: bool = False) -> None:
+        """The worker did not answer; wrong: it did, with what cannot be."""
+        self.answer, self.failure, self.wrong = None, reason, wrong
 
     @property
     def instance(self) -> int:
@@ -184,7 +187,7 @@ class DecodeWorker(Worker):
 
     def __init__(self, target: str, tls: Tls | None = None, role: str = "decode") -> None:
         channel = open_channel(target, tls=tls, role="decode")
-        self.client = DecodeClient(channel, peer=f"{'decode ' * (role == 'decode')}worker {target}")
+        self.client = DecodeClient(channel, peer=f"{role} worker {target}".removeprefix("both "))
         super().__init__(role, target, channel, self.client)
 
     async def close(self) -> None:

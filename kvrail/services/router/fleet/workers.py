@@ -113,7 +113,7 @@ class WorkerPool:
         self.decode = self._present(self._decode_names, before, DecodeWorker) | both
         self.prefill = {**self._present(self._prefill_names, before, PrefillWorker), **both}
         for worker in set(before).difference(self.workers):
-            log.info("%s worker %s leaves, with %d requests to finish", worker.role, worker.target, worker.requests)
+            log.info("%s leaves, with %d requests to finish", worker, worker.requests)
             worker.leaving = True
             self.leaving[worker.role, worker.target] = worker
         self.reconsider()
@@ -145,7 +145,7 @@ class WorkerPool:
             if isinstance(worker, DecodeWorker) and worker.silent_s > GIVEN_UP_S:
                 worker.client.give_up(f"decode worker {worker.target} has been silent for {worker.silent_s:.0f} s")
             await asyncio.sleep(self._interval)
-        log.info("%s worker %s has left", worker.role, worker.target)
+        log.info("%s has left", worker)
         del self.leaving[worker.role, worker.target], self._watches[worker]
         self._metrics.worker_gone(worker.role, worker.target)
         self.changes.add("left", worker.role, worker.target)
@@ -198,6 +198,8 @@ class WorkerPool:
         if answer is None:
             if not worker.failure:
                 return worker.state, worker.detail
+            if worker.wrong:
+                return WorkerState.INCOMPATIBLE, worker.failure
             early = not worker.answered and worker.silent_s < STARTS_WITHIN_S
             return WorkerState.STARTING if early else WorkerState.DOWN, worker.failure
         if worker.leaving:
@@ -235,11 +237,11 @@ class WorkerPool:
     def _announce(self, worker: Worker, state: WorkerState, detail: str) -> None:
         if state is WorkerState.STARTING:
             if worker.detail == NOT_ASKED:
-                log.info("waiting for %s worker %s", worker.role, worker.target)
+                log.info("waiting for %s", worker)
         elif state is not worker.state:
             level = logging.ERROR if state is WorkerState.INCOMPATIBLE else logging.INFO
             level = logging.WARNING if state is WorkerState.DOWN else level
-            log.log(level, "%s worker %s is %s: %s", worker.role, worker.target, state, detail or "takes requests")
+            log.log(level, "%s is %s: %s", worker, state, detail or "takes requests")
         if state is not worker.state:
             self._metrics.worker_up(worker.role, worker.target, state is WorkerState.HEALTHY)
         worker.state, worker.detail = state, detail
