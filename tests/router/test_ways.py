@@ -36,6 +36,10 @@ def way(*both, request=PROMPT, prefill=(), decode=(), policy=AWARE, urgent=False
     return choice.decode.target, [each.target for each in choice.prefill], choice.way
 
 
+def test_no_worker_fetches_from_itself():
+    assert way(worker("a"), usual=APART) == ("a", [], (HERE, "only"))
+
+
 def test_an_idle_worker_does_both():
     assert way(worker("a"), worker("b"))[1:] == ([], (HERE, "cost"))
 
