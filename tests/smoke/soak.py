@@ -24,7 +24,7 @@ from tests.smoke.mix import Asked, crowd
 from tests.smoke.models import write_model
 from tests.smoke.run import REQUEST_S, cluster
 
-POOL = ("--kv-memory-gib", SMALL_POOL_GIB)
+POOL = ("--kv-memory-gib", str(float(SMALL_POOL_GIB) / 2), "--max-model-len", "1024")
 KINDS = (
     Case("plain pages", "llama", POOL),
     *(replace(case, flags=(*case.flags[:2], *POOL)) for case in CASES if case.name in ("lossless pages", "int4 pages")),
@@ -167,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--clients", type=int, default=16, help="at once, for each kind of pages")
+    parser.add_argument("--clients", type=int, default=32, help="at once, for each kind of pages")
     parser.add_argument("--cases", default="", help="only kinds whose name has this in it; with commas: any of these")
     parser.add_argument("--seed", type=int, default=1)
     found = asyncio.run(run_all(parser.parse_args()))
