@@ -37,6 +37,8 @@ COUNTED = {
     "drafts": "kvrail_engine_drafts_proposed_total",
     "closed pages": "kvrail_engine_closed_pages",
 }
+LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=1)
+"""A connection is not used again when the router may just be closing it."""
 GROWTH, GROWTH_BYTES = 1.1, 64 << 20
 """What the memory of all processes may grow by behind the first quarter: caches of an allocator settle late."""
 
@@ -62,7 +64,7 @@ async def soak(case: Case, model: Path, args: argparse.Namespace) -> Soak:
     try:
         async with (
             cluster(case, model, args.device, found.faults) as (url, pid),
-            httpx.AsyncClient(base_url=url, timeout=REQUEST_S, limits=httpx.Limits(max_connections=None)) as client,
+            httpx.AsyncClient(base_url=url, timeout=REQUEST_S, limits=LIMITS) as client,
         ):
             asked = [_longer(each) for each in crowd(REQUESTS, args.seed, LONGEST)]
             alone = [await ask(client, each) for each in asked]
