@@ -191,14 +191,12 @@ def choose_way(
     urgent, spare_s: see `choose`. usual: the way that the prompt before took.
     """
     kind = workers.kind(request.kv_cache)
-    if not isinstance(policy, PrefixAware):
-        able_to = [each for each in kind.suiting if each.target in kind.both]
-        if able_to:
-            choice = choose(policy, request, able_to, [], urgent=urgent, spare_s=spare_s)
-            return choice and replace(choice, way=(HERE, "policy"))
-    if not isinstance(policy, PrefixAware) or not kind.both:
-        return choose(policy, request, kind.suiting, workers.prefill, urgent=urgent, spare_s=spare_s)
-    return _choose(_Prompt(request, workers.slo), request, kind, usual, urgent=urgent)
+    if kind.both and isinstance(policy, PrefixAware):
+        return _choose(_Prompt(request, workers.slo), request, kind, usual, urgent=urgent)
+    if able_to := [each for each in kind.suiting if each.target in kind.both]:
+        choice = choose(policy, request, able_to, [], urgent=urgent, spare_s=spare_s)
+        return choice and replace(choice, way=(HERE, "policy"))
+    return choose(policy, request, kind.suiting, workers.prefill, urgent=urgent, spare_s=spare_s)
 
 
 def _choose(

@@ -34,7 +34,7 @@ class Worker:
 
     requests: our prompts there; backlog: their tokens that are still to be computed. refused: it has refused a request
     as full, and nothing has changed since. pages: the pages that it has cached. leaving: no name has its address any
-    more; it gets no new requests. answered: whether it has ever answered.
+    more; it gets no new requests. answered: whether it has ever answered. wrong: its last answer cannot be.
     """
 
     def __init__(self, role: str, target: str, channel: grpc.aio.Channel, client: StatusClient) -> None:
