@@ -10,7 +10,9 @@ It is counted for arrivals after the first --settle-s seconds of a phase.
 import argparse
 import random
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import mean, pstdev
 
 from benchmarks.simulator.cluster import Simulation
@@ -86,6 +88,16 @@ def turns(ways: Sequence[tuple[float, str, str]], begin: float, end: float, wind
     return [sum(each) / len(each) for _, each in sorted(counts.items())]
 
 
+def _both(workers: int, steps: Sequence[Phase], seconds: float) -> tuple[list[Job], list[tuple[float, str, str]]]:
+    simulation = RolesSimulation(workers)
+    return simulation.run(phases(steps, workers, seconds)).jobs, simulation.ways
+
+
+def _fixed(workers: int, share: float, step: Phase, seconds: float, settle_s: float) -> float:
+    jobs = RolesSimulation(workers, round(share * workers)).run(phases([step], workers, seconds)).jobs
+    return goodput(jobs, settle_s, seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=100)
@@ -93,24 +105,28 @@ def main() -> None:
     parser.add_argument("--settle-s", type=float, default=30.0)
     parser.add_argument("--splits", default="0.2,0.3,0.4,0.5,0.6,0.7,0.8", help="shares of workers that prefill")
     arguments = parser.parse_args()
-    count, seconds = arguments.workers, arguments.phase_s
+    count, seconds, settle_s = arguments.workers, arguments.phase_s, arguments.settle_s
     steps = (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)
-    both = RolesSimulation(count)
-    jobs = both.run(phases(steps, count, seconds)).jobs
+    splits = [float(share) for share in arguments.splits.split(",")]
+    with ProcessPoolExecutor() as pool:
+        both = pool.submit(_both, count, steps, seconds)
+        fixed = {
+            (step, share): pool.submit(_fixed, count, share, step, seconds, settle_s)
+            for step in dict.fromkeys(steps)
+            for share in splits
+        }
+        jobs, ways = both.result()
+        alone = {which: each.result() for which, each in fixed.items()}
     heads = "phase", "requests/s", "both roles", "95 % of the best split after", "computed apart (sd)", "best split"
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for number, step in enumerate(steps):
-        begin, end = number * seconds + arguments.settle_s, (number + 1) * seconds
-        shares = turns(both.ways, begin, end)
-        fixed = {}
-        for share in map(float, arguments.splits.split(",")):
-            alone = RolesSimulation(count, round(share * count)).run(phases([step], count, seconds)).jobs
-            fixed[share] = goodput(alone, arguments.settle_s, seconds)
-        best = max(fixed, key=fixed.__getitem__)
-        after = settled_s(jobs, number * seconds, end, 0.95 * fixed[best])
+        begin, end = number * seconds + settle_s, (number + 1) * seconds
+        shares = turns(ways, begin, end)
+        best, most = max(((share, alone[step, share]) for share in splits), key=itemgetter(1))
+        after = settled_s(jobs, number * seconds, end, 0.95 * most)
         print(f"| {step.name} | {step.rate * count:.0f} | {goodput(jobs, begin, end):.1%} | {after:.0f} s", end=" | ")
         print(f"{mean(shares):.0%} ({pstdev(shares):.2f})", end=" | ")
-        print(f"{fixed[best]:.1%} ({best:.0%} prefill) |", flush=True)
+        print(f"{most:.1%} ({best:.0%} prefill) |", flush=True)
 
 
 if __name__ == "__main__":
