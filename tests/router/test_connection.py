@@ -149,19 +149,36 @@ async def test_beside_many_that_never_finish_others_are_answered(tokenizer: Toke
 
 async def test_connections_are_bounded(tokenizer: Tokenizer):
     async with run_cluster(tokenizer, max_concurrent_requests=1) as cluster:
-        assert (await cluster.chat()).status_code == 200  # the client keeps its connection
-        held = [await connect(cluster) for _ in range(3)]
-        await until(lambda: len(cluster.server.server_state.connections) == 4)
+        connections = cluster.server.server_state.connections
+        held = [await connect(cluster) for _ in range(4)]
+        await until(lambda: len(connections) == 4)
         status, error = await said(cluster)
         assert (status, error["type"], error["code"]) == (503, "service_unavailable_error", "overloaded")
-        assert (await cluster.chat()).status_code == 200
         held[0][1].close()
-        await until(lambda: len(cluster.server.server_state.connections) == 3)
+        await until(lambda: len(connections) == 3)
         reader, writer = await connect(cluster)
         writer.write(HEAD + LENGTH + BODY)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
         for _, each in held[1:]:
+            each.close()
+
+
+async def test_an_idle_connection_stays_and_makes_room(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, max_concurrent_requests=1) as cluster:
+        connections, now = cluster.server.server_state.connections, asyncio.get_running_loop().time()
+        first, second = await connect(cluster), await connect(cluster)
+        for reader, writer in (first, second):
+            writer.write(HEAD + LENGTH + BODY)
+            assert OUTPUT.encode() in await reader.readuntil(b"}}}")
+        await until(lambda: all(each.idle_until and each.idle_until > now + 60 for each in connections))
+        held = [await connect(cluster) for _ in range(2)]
+        await until(lambda: len(connections) == 4)
+        assert (await cluster.chat()).status_code == 200  # by a fifth connection
+        assert b"HTTP" not in await first[0].read()  # it has ended
+        second[1].write(HEAD + LENGTH + BODY)
+        assert b"HTTP/1.1 200" in await second[0].readline()
+        for _, each in (first, second, *held):
             each.close()
 
 

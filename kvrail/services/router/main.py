@@ -29,6 +29,8 @@ log = logging.getLogger("kvrail.router")
 
 HEAD_TIMEOUT_S = 10.0
 """Seconds in which a request's headers come at most: a client sends them in one packet or two."""
+IDLE_S = 75
+"""Seconds that a connection stays open without a request: longer than clients and proxies use theirs again (60 s)."""
 CLOSE_TIMEOUT_S = 5
 """Seconds that connections get to take their last bytes once everything has ended."""
 CONNECTIONS_PER_REQUEST = 4
@@ -57,6 +59,7 @@ class RouterServer(uvicorn.Server):
             server_header=False,
             proxy_headers=bool(settings.trusted_proxies),
             forwarded_allow_ips=list(settings.trusted_proxies),
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
         config.load()

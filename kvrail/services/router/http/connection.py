@@ -48,12 +48,12 @@ class ClientConnection(HttpToolsProtocol):
         self._head_bytes = self._body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin; refuse the connection where there are too many."""
+        """Begin; where there are too many, another that is idle ends, or this one is refused."""
         super().connection_made(transport)
         if self.client is not None:
             self.client = unmapped(self.client[0]), self.client[1]
-        if len(self.connections) > self._limits.max_connections:
-            most = self._limits.max_connections
+        most = self._limits.max_connections
+        if len(self.connections) > most and not self._end_idle():
             self._refuse(503, f"{most} connections are open, which is the most; retry later", "overloaded")
         else:
             self._watch_reading()
@@ -126,6 +126,19 @@ class ClientConnection(HttpToolsProtocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing about WebSockets, which this server does not have: the request is served as it is."""
+
+    @property
+    def idle_until(self) -> float | None:
+        """When this connection ends unless a request comes, by the loop's clock; None where none is waited for."""
+        waiting = self.timeout_keep_alive_task
+        return None if waiting is None or self.transport.is_closing() else waiting.when()
+
+    def _end_idle(self) -> bool:
+        """End the connection that has been idle the longest; False where none is idle."""
+        idle = [each for each in self.connections if isinstance(each, ClientConnection) and each.idle_until]
+        if idle:
+            min(idle, key=lambda each: each.idle_until or 0.0).transport.close()
+        return bool(idle)
 
     @property
     def _answering(self) -> bool:
