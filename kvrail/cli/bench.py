@@ -196,9 +196,8 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(table(found, limits))
     if arguments.json:
         head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "url": arguments.url, "model": models[0]}
-        _write(
-            arguments.json, json.dumps({**head, "load": load.settings(), "goodput": limits, **found}, indent=1) + "\n"
-        )
+        told = {**head, "load": load.settings(), "goodput": limits, **found}
+        _write(arguments.json, json.dumps(told, indent=1) + "\n")
     if measured.unfinished:
         return INTERRUPTED
     return 1 if measured.failures else 0

@@ -186,3 +186,19 @@ async def test_a_router_of_ours_is_measured(capsys, tmp_path):
     assert (told["kv_bytes"], told["kv_raw_bytes"], told["cached_input_tokens"]) == (5000, 7500, 15)
     assert told["total_input_tokens"] == sum(map(len, prompts)) and set(map(len, prompts)) <= set(range(3, 7))
     assert set(told["stage_median_ms"]) >= {"prefill"}
+
+
+async def test_a_router_of_ours_gets_a_trace(capsys, tmp_path, trace):
+    write_tokenizer(tmp_path)
+    lines = [{**line, "output_length": 2, "input_length": 3 + number} for number, line in enumerate(TRACE)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    argv = ["--trace", str(trace), "--speed", "1000", "--vocab", "280", "--greedy"]
+    async with run_cluster(load_tokenizer(str(tmp_path))) as cluster:
+        status, out, err = await asyncio.to_thread(bench, capsys, "--url", cluster.url, *argv)
+        asked = [list(each.prompt_token_ids) for worker in cluster.decode for each in worker.requests]
+            (list(each.prompt_token_ids) for worker in cluster.decode for each in worker.requests), key=len
+        )
+    assert status == 0, (out, err)
+    prompts = sorted(asked, key=len)
+    assert [len(prompt) for prompt in prompts] == [3, 4, 5, 6]
+    assert prompts[0] == prompts[1][:3] == prompts[2][:3] != prompts[3][:3]

@@ -26,9 +26,10 @@ class Load:
     """What to send.
 
     streams: requests that are open at any time (closed loop); rate: requests a second that arrive as a Poisson process
-    (open loop); trace: requests that arrive as they once did, `speed` times as fast. One of the three is given. prefixes,
-    prefix_tokens: each prompt begins with one of this many shared prefixes, chosen at random. prompt: tokens of a prompt
-    after its prefix. vocab: token ids are below this. greedy: temperature 0; otherwise 1, with a seed for each request.
+    (open loop); trace: requests that arrive as they once did, `speed` times as fast. One of the three is given.
+    prefixes, prefix_tokens: each prompt begins with one of this many shared prefixes, chosen at random. prompt: tokens
+    of a prompt after its prefix. vocab: token ids are below this. greedy: temperature 0; otherwise 1, with a seed for
+    each request.
     """
 
     requests: int
