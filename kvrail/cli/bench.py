@@ -62,7 +62,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def add_trace(kind: argparse._ActionsContainer, group: argparse._ActionsContainer) -> None:
-    """Add the flags of a trace; kind: the group of which one flag can be given."""
+    """Add the flags of a trace; kind: the group that takes one flag at a time."""
     kind.add_argument("--trace", type=Path, metavar="FILE", help="arrivals and lengths, in our form or in Mooncake's")
     group.add_argument(
         "--longest",
@@ -196,8 +196,8 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(table(found, limits))
     if arguments.json:
         head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "url": arguments.url, "model": models[0]}
-        told = {**head, "load": load.settings(), "goodput": limits, **found}
-        _write(arguments.json, json.dumps(told, indent=1) + "\n")
+        report = {**head, "load": load.settings(), "goodput": limits, **found}
+        _write(arguments.json, json.dumps(report, indent=1) + "\n")
     if measured.unfinished:
         return INTERRUPTED
     return 1 if measured.failures else 0

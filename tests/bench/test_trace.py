@@ -123,6 +123,7 @@ def test_both_forms(tmp_path):
         ("{", "this is no JSON: Expecting property name"),
         ("[1]", "this is no JSON object"),
         (OURS[0] | {"prefx": 1}, "prefx is unknown; a line has arrival, "),
+        (OURS[0] | {"arrival": True}, "arrival has to be a number, at least 0, not true"),
         (OURS[0] | {"arrival": -1}, "arrival has to be a number, at least 0, not -1"),
         (OURS[0] | {"arrival": float("nan")}, "arrival has to be a number, at least 0, not NaN"),
         (OURS[0] | {"prompt_tokens": 0}, "prompt_tokens has to be a whole number, at least 1, not 0"),

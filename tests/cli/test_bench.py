@@ -196,8 +196,6 @@ async def test_a_router_of_ours_gets_a_trace(capsys, tmp_path, trace):
     async with run_cluster(load_tokenizer(str(tmp_path))) as cluster:
         status, out, err = await asyncio.to_thread(bench, capsys, "--url", cluster.url, *argv)
         asked = [list(each.prompt_token_ids) for worker in cluster.decode for each in worker.requests]
-            (list(each.prompt_token_ids) for worker in cluster.decode for each in worker.requests), key=len
-        )
     assert status == 0, (out, err)
     prompts = sorted(asked, key=len)
     assert [len(prompt) for prompt in prompts] == [3, 4, 5, 6]

@@ -6,7 +6,7 @@ One JSON object a line, ordered by arrival. Either ours,
 
 arrival: seconds from the beginning. prefix: a name of what the prompt begins with, null or absent where it shares
 nothing; prefix_tokens: how long that is. key: whose request it is. Or Mooncake's (https://github.com/kvcache-ai/Mooncake,
-FAST25-release/traces), with a number for each block of 512 tokens, of which a prompt's last may be cut short:
+FAST25-release/traces), with a number for each block of 512 tokens; a prompt's last may be cut short:
 
     {"timestamp": 250, "input_length": 2210, "output_length": 128, "hash_ids": [3, 7, 8, 9, 10]}
 """
@@ -78,7 +78,7 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path, *, first: int | None = None, longest: int | None = None) -> Self:
-        """Of a file's first requests (None: of all) those within `longest`. Raises ConfigError."""
+        """Take a file's first requests (None: all), and of these those within `longest`. Raises ConfigError."""
         whole = sorted(read_trace(path)[:first], key=lambda request: request.arrival)
         kept = [each for each in whole if longest is None or each.prompt_tokens + each.output_tokens <= longest]
         if not kept:
