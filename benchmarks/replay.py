@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import httpx
 
 from benchmarks.local_cluster import MODEL, local_cluster
-from benchmarks.simulator.trace import Request, Shape, generate
+from benchmarks.simulator.trace import Shape, generate
+from kvrail.tools.bench.trace import Request
 
 FLAGS = ("--prefill-workers", "2", "--decode-workers", "2", "--page-size", "16")
 PAGE_GIB = 2**-13

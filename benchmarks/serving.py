@@ -3,6 +3,7 @@
     python -m benchmarks.serving --shape qwen3-8b --device cuda --streams 1,32
     python -m benchmarks.serving --shape qwen3-8b --device cuda --loads field --sampling sampled
     python -m benchmarks.serving --url http://127.0.0.1:8000 --model kvrail-demo --prompt-tokens 256
+    python -m benchmarks.serving --shape qwen3-8b --trace conversation_trace.jsonl --speed 0.5,1 --longest 32768
 
 With --shape it starts `kvrail up` with random weights of that shape, otherwise it asks the cluster at --url. The client
 is that of `kvrail bench` (docs/benchmarking.md has what each figure means). Each row has prompts of its own, so that a
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 import httpx
 
 from benchmarks.shapes import SHAPES, write_shape
-from kvrail.cli.bench import add_load, count, load_of, rate, tokens
+from kvrail.cli.bench import add_load, add_trace, count, load_of, rate, tokens
 from kvrail.errors import ConfigError
 from kvrail.runtime import loops
 from kvrail.tools.bench.answers import Answer, read
@@ -133,8 +134,11 @@ def loads(args: argparse.Namespace, vocab: int) -> Iterator[Load]:
     """A load for each row, whose prompts no other row has."""
     if args.loads == "field":
         chosen = [load_of(args, **each) for each in FIELD]
+    elif args.trace:
+        whole = load_of(args)
+        chosen = [replace(whole, speed=rate(each)) for each in (args.speed or "1").split(",")]
     elif args.rate:
-        chosen = [load_of(args, rate=rate(each), requests=args.requests) for each in args.rate.split(",")]
+        chosen = [load_of(args, rate=rate(each), requests=args.requests or 240) for each in args.rate.split(",")]
     else:
         chosen = [_closed(args, *each.partition("x")) for each in args.streams.split(",")]
     kinds = args.sampling.split(",")
@@ -146,8 +150,8 @@ def loads(args: argparse.Namespace, vocab: int) -> Iterator[Load]:
 
 def _closed(args: argparse.Namespace, streams: str, by: str, length: str) -> Load:
     """A closed loop: 8, or 8x8000 for prompts of another length than --prompt-tokens."""
-    prompt = tokens(length) if by else args.prompt_tokens
-    return load_of(args, streams=count(streams), requests=count(streams) * args.rounds, prompt=prompt)
+    own = {"prompt": tokens(length)} if by else {}
+    return load_of(args, streams=count(streams), requests=count(streams) * args.rounds, **own)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -188,8 +192,14 @@ def parse() -> argparse.Namespace:
     kind.add_argument("--streams", default="1,8,32", help="numbers of streams, with commas; 8x8000: of such prompts")
     kind.add_argument("--rate", help="requests a second as a Poisson process, with commas")
     kind.add_argument("--loads", choices=("field",), help="five loads as the field makes them, at 3 to 32 a second")
+    add_trace(kind, parser)
+    parser.add_argument("--speed", help="with --trace: how many times as fast, with commas (default 1)")
     parser.add_argument("--rounds", type=count, default=4, help="with --streams: requests of each stream")
-    parser.add_argument("--requests", type=count, default=240, help="with --rate: requests of each row")
+    parser.add_argument(
+        "--requests",
+        type=count,
+        help="with --rate: requests of each row (default 240); with --trace: the first N of it (default all)",
+    )
     parser.add_argument("--sampling", choices=("sampled,greedy", "sampled", "greedy"), default="sampled,greedy")
     parser.add_argument("--log-lines", type=int, default=5, help="lines of the cluster's log to show at the end")
     parser.add_argument("--out", type=Path, help="folder for the results")
@@ -228,7 +238,7 @@ def measured(args: argparse.Namespace, limits: dict[str, float]) -> Iterator[dic
         loops.run(check(client, model, replace(rounds[0], seed=args.seed)))
         for load in rounds:
             run = measure(client, load, model)
-            yield {"load": str(load), "settings": asdict(load), **figures(run, limits)}
+            yield {"load": str(load), "settings": load.settings(), **figures(run, limits)}
             if run.unfinished:
                 return
 

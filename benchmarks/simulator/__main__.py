@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulator                                    the two traces of docs/scheduling.md, 8 workers
     python -m benchmarks.simulator --workers 1000 --requests 10000
-    python -m benchmarks.simulator --trace mine.jsonl --workers 16    your own trace: see benchmarks/simulator/trace.py
+    python -m benchmarks.simulator --trace mine.jsonl --workers 16    your own trace: see docs/scheduling.md
     python -m benchmarks.simulator --write traces/                    the two traces as files
 
 There are as many decode workers as prefill workers. Queue, policies, page index and prefix cache are the code that
@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.simulator.cluster import PREFILL_WAIT_S, Outcome, Simulation
-from benchmarks.simulator.trace import Request, Shape, generate, read_trace, write_trace
+from benchmarks.simulator.trace import Shape, generate, write_trace
 from benchmarks.simulator.workers import Speed
 from kvrail.services.router.fleet.policy import POLICIES
+from kvrail.tools.bench.trace import Request, read_trace
 
 HEADER = (
     "| policy | TTFT mean ms | p50 | p99 | tokens/s | cache hits | imbalance | of decode workers | to round-robin |"

@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.simulator.trace import Request
+from benchmarks.simulator.trace import pages
 from benchmarks.simulator.workers import Clock, Job, SimBoth, SimDecode, SimPrefill, SimWorker, Speed
 from kvrail.config.settings import RouterSettings
 from kvrail.runtime.queueing import FairQueue, Ticket
 from kvrail.services.router.fleet.policy import POLICIES, PlacementRequest
 from kvrail.services.router.fleet.ways import HERE, Slo, Snapshot, choose_way
 from kvrail.services.router.fleet.workers import STATUS_INTERVAL_S as REPORT_S
+from kvrail.tools.bench.trace import Request
 
 PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default
 MAX_RUNNING = 64
@@ -89,8 +90,8 @@ class Simulation:
         jobs = []
         self._open = len(trace)
         for number, request in enumerate(trace):
-            pages = request.pages(number, self._size)
-            job = Job(number, request.arrival, request.prompt_tokens, request.output_tokens, pages)
+            digests = pages(request, number, self._size)
+            job = Job(number, request.arrival, request.prompt_tokens, request.output_tokens, digests)
             jobs.append(job)
             self._clock.at(request.arrival, lambda job=job, key=request.key: self._arrive(job, key))
         for worker in {each.name: each for each in (*self._prefill.values(), *self._decode.values())}.values():

@@ -16,9 +16,9 @@ from operator import itemgetter
 from statistics import mean, pstdev
 
 from benchmarks.simulator.cluster import Simulation
-from benchmarks.simulator.trace import Request
 from benchmarks.simulator.workers import Job, SimBoth
 from kvrail.services.router.fleet.ways import APART, Slo
+from kvrail.tools.bench.trace import Request
 
 PAGES = 20_000
 

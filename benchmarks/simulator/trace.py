@@ -1,14 +1,5 @@
-"""Traces of requests: their published form, and generators of the two that docs/scheduling.md compares policies on.
-
-One JSON object a line, ordered by arrival. Either ours,
-
-    {"arrival": 0.25, "prompt_tokens": 2210, "output_tokens": 128, "prefix": 17, "prefix_tokens": 2000, "key": "a"}
-
-arrival: seconds from the beginning. prefix: a name of what the prompt begins with, null or absent where it shares
-nothing; prefix_tokens: how long that is. key: whose request it is. Or Mooncake's (https://github.com/kvcache-ai/Mooncake,
-FAST25-release/traces), with a number for each block of 512 tokens:
-
-    {"timestamp": 250, "input_length": 2210, "output_length": 128, "hash_ids": [3, 7, 8, 9, 10]}
+"""Traces as the simulator uses them: pages of a request's prompt, and generators of the two traces that
+docs/scheduling.md compares policies on. kvrail.tools.bench.trace has their forms.
 """
 
 import json
@@ -17,39 +8,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MOONCAKE_BLOCK = 512
-"""Tokens of a block in Mooncake's traces."""
+from kvrail.tools.bench.trace import MOONCAKE_BLOCK, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One line of a trace; blocks: Mooncake's hash_ids, of MOONCAKE_BLOCK tokens each."""
-
-    arrival: float
-    prompt_tokens: int
-    output_tokens: int
-    prefix: int | None = None
-    prefix_tokens: int = 0
-    key: str = ""
-    blocks: tuple[int, ...] = ()
-
-    def pages(self, number: int, page_size: int) -> list[int]:
-        """Digests of the prompt's full pages; equal for equal beginnings. number: of the request in its trace."""
-        found = []
-        for page in range(self.prompt_tokens // page_size):
-            block = (page + 1) * page_size // MOONCAKE_BLOCK - (not (page + 1) * page_size % MOONCAKE_BLOCK)
-            if block < len(self.blocks):
-                found.append(1 << 62 | self.blocks[block] << 20 | page)
-            elif self.prefix is not None and (page + 1) * page_size <= self.prefix_tokens:
-                found.append(1 << 61 | self.prefix << 20 | page)
-            else:
-                found.append(number << 20 | page)
-        return found
-
-
-def read_trace(path: Path) -> list[Request]:
-    """The requests of a file in either form."""
-    return [_parse(json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+def pages(request: Request, number: int, page_size: int) -> list[int]:
+    """Digests of the prompt's full pages; equal for equal beginnings. number: of the request in its trace."""
+    found = []
+    for page in range(request.prompt_tokens // page_size):
+        block = (page + 1) * page_size // MOONCAKE_BLOCK - (not (page + 1) * page_size % MOONCAKE_BLOCK)
+        if block < len(request.blocks):
+            found.append(1 << 62 | request.blocks[block] << 20 | page)
+        elif request.prefix is not None and (page + 1) * page_size <= request.prefix_tokens:
+            found.append(1 << 61 | request.prefix << 20 | page)
+        else:
+            found.append(number << 20 | page)
+    return found
 
 
 def write_trace(path: Path, requests: Iterable[Request]) -> None:
@@ -58,15 +31,6 @@ def write_trace(path: Path, requests: Iterable[Request]) -> None:
         for request in requests:
             entry = {name: value for name, value in asdict(request).items() if name != "blocks"}
             out.write(json.dumps(entry) + "\n")
-
-
-def _parse(entry: dict[str, object]) -> Request:
-    if "timestamp" in entry:
-        length, output = int(str(entry["input_length"])), int(str(entry["output_length"]))
-        blocks = entry["hash_ids"]
-        assert isinstance(blocks, list)
-        return Request(float(str(entry["timestamp"])) / 1e3, length, output, blocks=tuple(blocks))
-    return Request(**entry)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,16 @@ import json
 import os
 import sys
 from contextlib import closing, suppress
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvrail.cli.flags import Commands, add_command
 from kvrail.errors import ConfigError
 from kvrail.tools.bench.client import Client
-from kvrail.tools.bench.load import Load, Range
+from kvrail.tools.bench.load import Load, Range, load_of_trace
 from kvrail.tools.bench.report import LIMITED, figures, table
 from kvrail.tools.bench.run import measure
+from kvrail.tools.bench.trace import Trace
 
 SUMMARY = "measure a running server under load"
 EPILOG = """Any server with OpenAI's /v1/completions that takes token ids and ignore_eos (kvrail, vLLM, SGLang).
@@ -24,10 +24,12 @@ Ctrl-C ends the load and reports what was measured until then. The exit status i
 examples:
   kvrail bench --streams 32 --requests 192
   kvrail bench --rate 16 --requests 240 --prompt-tokens 512:1536 --output-tokens 64:192 --goodput ttft:300 tpot:15
-  kvrail bench --rate 16 --prefixes 8 --prefix-tokens 3072 --prompt-tokens 256 --json run.json"""
+  kvrail bench --rate 16 --prefixes 8 --prefix-tokens 3072 --prompt-tokens 256 --json run.json
+  kvrail bench --trace conversation_trace.jsonl --speed 0.5 --longest 32768 --goodput ttft:2000 tpot:25"""
 INTERRUPTED = 130
 SMALL_VOCAB = 1000
 """Every vocabulary has this many ids; OpenAI's API does not expose a model's own number."""
+PROMPT, OUTPUT = Range(1024, 1024), Range(128, 128)
 
 
 def add_commands(commands: Commands) -> None:
@@ -46,22 +48,39 @@ def add_commands(commands: Commands) -> None:
         kind = arrivals.add_mutually_exclusive_group()
         kind.add_argument("--streams", type=count, metavar="N", help="requests that are open at any time (default 8)")
         kind.add_argument("--rate", type=rate, metavar="X", help="requests a second, as a Poisson process")
-        arrivals.add_argument("--requests", type=count, default=100, metavar="N", help="how many to send (default 100)")
+        add_trace(kind, arrivals)
+        arrivals.add_argument("--speed", type=rate, metavar="X", help="with --trace: X times as fast (default 1)")
+        arrivals.add_argument(
+            "--requests",
+            type=count,
+            metavar="N",
+            help="how many to send (default 100), with --trace: the first N of it (default all)",
+        )
         add_load(parser)
         parser.add_argument("--greedy", action="store_true", help="temperature 0 (default: 1, a seed for each request)")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
 
 
+def add_trace(kind: argparse._ActionsContainer, group: argparse._ActionsContainer) -> None:
+    """Add the flags of a trace; kind: the group that takes one flag at a time."""
+    kind.add_argument("--trace", type=Path, metavar="FILE", help="arrivals and lengths, in our form or in Mooncake's")
+    group.add_argument(
+        "--longest",
+        type=count,
+        metavar="N",
+        help="with --trace: leave out requests of more than N tokens, prompt and output together (default none)",
+    )
+
+
 def add_load(parser: argparse.ArgumentParser, vocab: int = SMALL_VOCAB) -> None:
     """Add the flags of prompts, outputs and limits."""
     load = parser.add_argument_group("load")
-    for name, default, of in (("prompt", "1024", "prompt, after its prefix"), ("output", "128", "output")):
+    for name, default, of in (("prompt", PROMPT, "prompt, after its prefix"), ("output", OUTPUT, "output")):
         load.add_argument(
             f"--{name}-tokens",
             type=tokens,
-            default=default,
             metavar="N[:M]",
-            help=f"tokens of each {of}; N:M draws uniformly (default {default})",
+            help=f"tokens of each {of}; N:M draws uniformly (default {default.least})",
         )
     load.add_argument("--prefixes", type=count, default=0, metavar="N", help="prefixes that prompts share (default 0)")
     load.add_argument("--prefix-tokens", type=count, default=0, metavar="N", help="tokens of each prefix (default 0)")
@@ -125,26 +144,40 @@ def limit(text: str) -> tuple[str, float]:
 
 def load_of(arguments: argparse.Namespace, **changes: object) -> Load:
     """The load that the flags describe; changes: other values of its fields. Raises ConfigError."""
+    same = {"vocab": arguments.vocab, "seed": arguments.seed}
+    if arguments.trace:
+        return load_of_trace(_trace_of(arguments), **(same | changes))
+    for name in ("speed", "longest"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name} needs --trace too, for example --trace conversation_trace.jsonl")
     if bool(arguments.prefixes) != bool(arguments.prefix_tokens):
         given, missing = ("--prefixes", "--prefix-tokens")[:: 1 if arguments.prefixes else -1]
         raise ConfigError(f"{given} needs {missing} too, for example --prefixes 8 --prefix-tokens 3072")
     fields = {
-        "prompt": arguments.prompt_tokens,
-        "output": arguments.output_tokens,
+        "prompt": arguments.prompt_tokens or PROMPT,
+        "output": arguments.output_tokens or OUTPUT,
         "prefixes": arguments.prefixes,
         "prefix_tokens": arguments.prefix_tokens,
-        "vocab": arguments.vocab,
-        "seed": arguments.seed,
     }
-    return Load(**(fields | changes))
+    return Load(**(same | fields | changes))
+
+
+def _trace_of(arguments: argparse.Namespace) -> Trace:
+    for name in ("prompt_tokens", "output_tokens", "prefixes", "prefix_tokens"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')} goes without --trace, which says how long requests are")
+    return Trace.read(arguments.trace, first=arguments.requests, longest=arguments.longest)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report; returns the exit status."""
     from kvrail.cli.remote.client import ChatClient
 
-    streams = 0 if arguments.rate else arguments.streams or 8
-    arrivals = {"requests": arguments.requests, "streams": streams, "rate": arguments.rate or 0.0}
+    if arguments.trace:
+        arrivals = {"speed": arguments.speed or 1.0}
+    else:
+        streams = 0 if arguments.rate else arguments.streams or 8
+        arrivals = {"requests": arguments.requests or 100, "streams": streams, "rate": arguments.rate or 0.0}
     load = load_of(arguments, **arrivals, greedy=arguments.greedy)
     if arguments.json:
         _write(arguments.json, "", "a")  # a file that cannot be written fails now, not after the load
@@ -163,7 +196,8 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(table(found, limits))
     if arguments.json:
         head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "url": arguments.url, "model": models[0]}
-        _write(arguments.json, json.dumps({**head, "load": asdict(load), "goodput": limits, **found}, indent=1) + "\n")
+        report = {**head, "load": load.settings(), "goodput": limits, **found}
+        _write(arguments.json, json.dumps(report, indent=1) + "\n")
     if measured.unfinished:
         return INTERRUPTED
     return 1 if measured.failures else 0

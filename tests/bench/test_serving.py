@@ -57,6 +57,19 @@ def test_a_row_of_each_kind_for_each_load_with_prompts_of_its_own(monkeypatch):
     ]
 
 
+def test_a_row_of_a_trace_for_each_speed_with_prompts_of_its_own(monkeypatch, tmp_path):
+    line = {"input_length": 600, "output_length": 2}
+    moments = ((0, [0, 1]), (4000, [0, 2]))
+    lines = [json.dumps({"timestamp": moment, "hash_ids": blocks} | line) for moment, blocks in moments]
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    argv = ("--trace", str(tmp_path / "trace.jsonl"), "--speed", "0.5,2", "--sampling", "sampled")
+    slow, fast = (list(requests_of(load, "tiny")) for load in loads(monkeypatch, *argv))
+    assert [[request.arrival for request in row] for row in (slow, fast)] == [[0.0, 8.0], [0.0, 2.0]]
+    (one, other), (own, _) = ([json.loads(request.body)["prompt"] for request in row] for row in (slow, fast))
+    assert one[:512] == other[:512] != own[:512]
+    assert len(loads(monkeypatch, *argv, "--requests", "1", "--longest", "602")[0].trace.requests) == 1
+
+
 def run(monkeypatch, server, *argv):
     small = ("--streams", "2", "--rounds", "2", "--prompt-tokens", "4", "--output-tokens", "3")
     monkeypatch.setattr(sys, "argv", ["serving", "--url", server.url, "--model", "tiny", *small, *argv])
@@ -96,7 +109,14 @@ def test_an_output_that_changes_is_refused(monkeypatch, server):
         run(monkeypatch, server)
 
 
-@pytest.mark.parametrize(("argv", "message"), [(["--streams", "2,x"], "'' is not accepted"), (["--rate", "a"], "'a'")])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--streams", "2,x"], "'' is not accepted"),
+        (["--rate", "a"], "'a'"),
+        (["--speed", "2"], "--speed needs --trace"),
+    ],
+)
 def test_a_load_that_is_none_is_refused(monkeypatch, server, argv, message):
     monkeypatch.setattr(sys, "argv", ["serving", "--url", server.url, "--model", "tiny", *argv])
     with pytest.raises(SystemExit, match=message):

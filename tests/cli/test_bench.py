@@ -66,6 +66,43 @@ def test_two_runs_send_the_same_load(capsys, server):
     assert max(max(body["prompt"]) for body in server.asked) < 9
 
 
+TRACE = [
+    {"timestamp": 0, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]},
+    {"timestamp": 60_000, "input_length": 1100, "output_length": 2, "hash_ids": [0, 1, 2]},
+    {"timestamp": 90_000, "input_length": 5000, "output_length": 9, "hash_ids": list(range(10))},
+    {"timestamp": 95_000, "input_length": 40, "output_length": 4, "hash_ids": [10]},
+]
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, TRACE)))
+    return path
+
+
+def test_a_trace_is_replayed(capsys, server, trace, tmp_path):
+    argv = ("--trace", str(trace), "--speed", "200", "--longest", "2000", "--json", str(tmp_path / "run.json"))
+    status, out, err = bench(capsys, "--url", server.url, *argv)
+    assert status == 0, err
+    assert "40–1,100 in, 2–4 out, trace.jsonl (1 of more than 2,000 tokens left out) at speed 200, 3 requests" in err
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in server.asked] == [(1000, 3), (1100, 2), (40, 4)]
+    assert server.asked[0]["prompt"] == server.asked[1]["prompt"][:1000]
+    assert "requests left out         1, longer than --longest\n" in out
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert (told["completed"], told["left_out"], told["load"]["speed"]) == (3, 1, 200.0)
+    assert told["load"]["trace"] == {"name": "trace.jsonl", "longest": 2000, "left_out": 1}
+    assert told["duration"] >= 95 / 200
+
+
+def test_a_trace_is_all_of_it_or_its_first_requests(capsys, server, trace):
+    assert bench(capsys, "--url", server.url, "--trace", str(trace), "--speed", "1000")[0] == 0
+    assert len(server.asked) == 4
+    server.asked.clear()
+    assert bench(capsys, "--url", server.url, "--trace", str(trace), "--speed", "1000", "--requests", "2")[0] == 0
+    assert len(server.asked) == 2
+
+
 def test_a_failed_request_is_status_1(capsys, server):
     bad = iter([True])
     server.respond = lambda body: refusal(429, "the queue is full") if next(bad, False) else good(body)
@@ -97,6 +134,12 @@ def test_a_server_that_is_not_there(capsys, server):
         (["--goodput", "ttft"], "argument --goodput: 'ttft' is not accepted"),
         (["--prefixes", "8"], "--prefixes needs --prefix-tokens too, for example --prefixes 8 --prefix-tokens 3072"),
         (["--prefix-tokens", "8"], "--prefix-tokens needs --prefixes too"),
+        (["--trace", "a.jsonl", "--rate", "3"], "argument --rate: not allowed with argument --trace"),
+        (["--trace", "a.jsonl", "--speed", "0"], "argument --speed: '0' is not accepted; write a number above 0"),
+        (["--trace", "a.jsonl", "--output-tokens", "9"], "--output-tokens goes without --trace, which says how long"),
+        (["--trace", "/nowhere/a.jsonl"], "/nowhere/a.jsonl cannot be read: No such file or directory"),
+        (["--speed", "2"], "--speed needs --trace too"),
+        (["--rate", "2", "--longest", "9"], "--longest needs --trace too"),
         (["--json", "/nowhere/run.json"], "--json: /nowhere/run.json cannot be written: No such file or directory"),
         (["--url", "nowhere"], "--url: 'nowhere' is no address"),
         (["--reqests", "3"], "unknown argument --reqests; did you mean --requests?"),
@@ -143,3 +186,17 @@ async def test_a_router_of_ours_is_measured(capsys, tmp_path):
     assert (told["kv_bytes"], told["kv_raw_bytes"], told["cached_input_tokens"]) == (5000, 7500, 15)
     assert told["total_input_tokens"] == sum(map(len, prompts)) and set(map(len, prompts)) <= set(range(3, 7))
     assert set(told["stage_median_ms"]) >= {"prefill"}
+
+
+async def test_a_router_of_ours_gets_a_trace(capsys, tmp_path, trace):
+    write_tokenizer(tmp_path)
+    lines = [{**line, "output_length": 2, "input_length": 3 + number} for number, line in enumerate(TRACE)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    argv = ["--trace", str(trace), "--speed", "1000", "--vocab", "280", "--greedy"]
+    async with run_cluster(load_tokenizer(str(tmp_path))) as cluster:
+        status, out, err = await asyncio.to_thread(bench, capsys, "--url", cluster.url, *argv)
+        asked = [list(each.prompt_token_ids) for worker in cluster.decode for each in worker.requests]
+    assert status == 0, (out, err)
+    prompts = sorted(asked, key=len)
+    assert [len(prompt) for prompt in prompts] == [3, 4, 5, 6]
+    assert prompts[0] == prompts[1][:3] == prompts[2][:3] != prompts[3][:3]

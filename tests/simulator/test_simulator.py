@@ -6,9 +6,10 @@ import pytest
 
 from benchmarks.simulator.__main__ import table
 from benchmarks.simulator.cluster import Simulation
-from benchmarks.simulator.trace import Request, Shape, generate, read_trace, write_trace
+from benchmarks.simulator.trace import Shape, generate, pages, write_trace
 from benchmarks.simulator.workers import Speed
 from kvrail.services.router.fleet.policy import POLICIES
+from kvrail.tools.bench.trace import Request, read_trace
 
 RATE = 0.7 * 8 * 40_000 / 2200
 
@@ -75,14 +76,14 @@ def test_ours_and_mooncakes_form(tmp_path):
     (tmp_path / "theirs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     one, other = read_trace(tmp_path / "theirs.jsonl")
     assert (other.arrival, other.prompt_tokens) == (1.5, 1100)
-    pages, others = one.pages(0, 64), other.pages(1, 64)
-    assert (len(pages), len(others)) == (18, 17)
-    assert pages[:16] == others[:16] and pages[16] != others[16]  # 1,024 tokens are alike
+    ours, others = pages(one, 0, 64), pages(other, 1, 64)
+    assert (len(ours), len(others)) == (18, 17)
+    assert ours[:16] == others[:16] and ours[16] != others[16]  # 1,024 tokens are alike
 
 
 def test_pages_are_alike_as_far_as_prompts_are():
     one, other = Request(0, 300, 1, prefix=3, prefix_tokens=200), Request(0, 400, 1, prefix=3, prefix_tokens=200)
-    first, second = one.pages(0, 64), other.pages(1, 64)
+    first, second = pages(one, 0, 64), pages(other, 1, 64)
     assert first[:3] == second[:3] and first[3] != second[3]
     assert len(set(first + second)) == 7
-    assert not set(Request(0, 300, 1).pages(2, 64)) & set(Request(0, 300, 1).pages(3, 64))
+    assert not set(pages(Request(0, 300, 1), 2, 64)) & set(pages(Request(0, 300, 1), 3, 64))

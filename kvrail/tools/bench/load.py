@@ -3,8 +3,11 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from typing import Any
+
+from kvrail.tools.bench.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,10 @@ class Load:
     """What to send.
 
     streams: requests that are open at any time (closed loop); rate: requests a second that arrive as a Poisson process
-    (open loop); one of the two is 0. prefixes, prefix_tokens: each prompt begins with one of this many shared prefixes,
-    chosen at random. prompt: tokens of a prompt after its prefix. vocab: token ids are below this. greedy: temperature
-    0; otherwise 1, with a seed for each request.
+    (open loop); trace: requests that arrive as they once did, `speed` times as fast. One of the three is given.
+    prefixes, prefix_tokens: each prompt begins with one of this many shared prefixes, chosen at random. prompt: tokens
+    of a prompt after its prefix. vocab: token ids are below this. greedy: temperature 0; otherwise 1, with a seed for
+    each request.
     """
 
     requests: int
@@ -38,12 +42,27 @@ class Load:
     vocab: int
     seed: int = 0
     greedy: bool = False
+    trace: Trace | None = None
+    speed: float = 1.0
 
     def __str__(self) -> str:
         shared = f"{self.prefixes} prefixes of {self.prefix_tokens:,} + " if self.prefixes else ""
         arrivals = f"{self.rate:g} requests/s" if self.rate else f"{self.streams} streams"
+        arrivals = f"{self.trace} at speed {self.speed:g}" if self.trace else arrivals
         sampling = "greedy" if self.greedy else "sampled"
         return f"{shared}{self.prompt} in, {self.output} out, {arrivals}, {self.requests} requests, {sampling}"
+
+    def settings(self) -> dict[str, Any]:
+        """All fields for a report; of a trace all but its requests."""
+        return asdict(replace(self, trace=None)) | {"trace": self.trace and self.trace.settings()}
+
+
+def load_of_trace(trace: Trace, **more: Any) -> Load:
+    """The load that sends a trace's requests; more: other fields of the load."""
+    prompts = [request.prompt_tokens for request in trace.requests]
+    outputs = [request.output_tokens for request in trace.requests]
+    prompt, output = Range(min(prompts), max(prompts)), Range(min(outputs), max(outputs))
+    return Load(requests=len(trace.requests), trace=trace, prompt=prompt, output=output, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +92,35 @@ def completion(
 
 
 def requests_of(load: Load, model: str) -> Iterator[Request]:
-    """The requests of a load, in order of arrival. Each property has draws of its own: one can change alone."""
+    """The requests of a load, in order of arrival."""
+    parts = _of_trace(load, load.trace) if load.trace else _drawn(load)
+    for number, (arrival, prompt, output) in enumerate(parts):
+        yield completion(model, prompt, output, seed=load.seed + number, greedy=load.greedy, arrival=arrival)
+
+
+def _of_trace(load: Load, trace: Trace) -> Iterator[tuple[float, list[int], int]]:
+    """Arrivals, prompts and lengths of outputs; the first request arrives at once."""
+    first = trace.requests[0].arrival
+    for number, request in enumerate(trace.requests):
+        yield (
+            (request.arrival - first) / load.speed,
+            request.prompt(number, load.seed, load.vocab),
+            request.output_tokens,
+        )
+
+
+def _drawn(load: Load) -> Iterator[tuple[float, list[int], int]]:
+    """Arrivals, prompts and lengths of outputs. Each property has draws of its own: one can change alone."""
     lengths, choices, tokens, times = (
         random.Random(f"{load.seed} {what}") for what in ("lengths", "prefixes", "tokens", "arrivals")
     )
     ids = range(load.vocab)
     prefixes = [tokens.choices(ids, k=load.prefix_tokens) for _ in range(load.prefixes)]
-    for number, arrival in enumerate(arrivals(load.rate, load.requests, times)):
+    for arrival in arrivals(load.rate, load.requests, times):
         prefix = choices.choice(prefixes) if prefixes else []
         own = tokens.choices(ids, k=lengths.randint(load.prompt.least, load.prompt.most))
         output = lengths.randint(load.output.least, load.output.most)
-        seed = load.seed + number
-        yield completion(model, prefix + own, output, seed=seed, greedy=load.greedy, arrival=arrival)
+        yield arrival, prefix + own, output
 
 
 def arrivals(rate: float, count: int, draws: random.Random) -> list[float]:

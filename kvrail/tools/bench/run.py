@@ -73,7 +73,7 @@ async def _send(client: Client, requests: Sequence[Request], run: Run, replies: 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(run.load.streams):
                 tasks.create_task(stream())
-            if run.load.rate:
+            if not run.load.streams:
                 for request in waiting:
                     await asyncio.sleep(begin + request.arrival - time.perf_counter())
                     tasks.create_task(ask(request))
