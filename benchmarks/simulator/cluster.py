@@ -10,7 +10,7 @@ from benchmarks.simulator.workers import Clock, Job, SimBoth, SimDecode, SimPref
 from kvrail.config.settings import RouterSettings
 from kvrail.runtime.queueing import FairQueue, Ticket
 from kvrail.services.router.fleet.policy import POLICIES, PlacementRequest
-from kvrail.services.router.fleet.ways import HERE, Slo, Snapshot, choose_way
+from kvrail.services.router.fleet.ways import Slo, Snapshot, choose_way
 from kvrail.services.router.fleet.workers import STATUS_INTERVAL_S as REPORT_S
 from kvrail.tools.bench.trace import Request
 
@@ -77,7 +77,8 @@ class Simulation:
         self._decode: dict[str, SimDecode | SimBoth] = {
             f"d{n}": SimDecode(f"d{n}", *self._kind) for n in range(workers)
         }
-        self._slo, self._usual = Slo(), HERE
+        self._slo = Slo()
+        self._split: int | None = None
         self.ways: list[tuple[float, str, str]] = []  # when, which and why, of workers that do both
         self._speed = speed
         self._waiting: dict[Ticket, tuple[Job, PlacementRequest]] = {}
@@ -131,17 +132,17 @@ class Simulation:
     def _serve_next(self) -> bool:
         decode = [worker.candidate(computes=False) for worker in self._decode.values()]
         prefill = [worker.candidate(computes=True) for worker in self._prefill.values()]
-        workers = Snapshot(decode, prefill, self._slo)
+        workers = Snapshot(decode, prefill, self._slo, self._split)
         passed: list[Ticket] = []
         for ticket in self._queue.turns(sum(max(0, each.load.max_running - each.load.sequences) for each in decode)):
             job, request = self._waiting[ticket]
             urgent, spare_s = not self._computing[ticket.client], job.arrival + self._prefill_wait_s - self._clock.now
-            choice = choose_way(self._policy, request, workers, urgent=urgent, spare_s=spare_s, usual=self._usual)
+            choice = choose_way(self._policy, request, workers, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._waiting[ticket]
                 self._queue.granted(ticket, passed)
                 if choice.way is not None:
-                    self._usual = choice.way[0]
+                    self._split = choice.split
                     self.ways.append((self._clock.now, *choice.way))
                 computing = self._prefill[choice.prefill[0].target] if choice.prefill else None
                 self._send(ticket, job, self._decode[choice.decode.target], computing, choice.computed_tokens)

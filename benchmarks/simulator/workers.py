@@ -18,14 +18,16 @@ class Speed:
     """What a worker's hardware gives; the defaults are Qwen3-8B on an H200 (README, "Measured").
 
     prefill_s: of a prompt's token. step_s: of a decode step, each_s: that each sequence adds. mixed_tokens: of prompts,
-    that a decode worker computes in a step. fetch_s: until the KV of a token has come from a prefill worker.
-    overhead_s: of a request on its way.
+    that a decode worker computes in a step; mixed: part of prefill_s that each of them adds there, as a step reads the
+    weights once (measured: benchmarks/results/roles-2026-11-28-2xh100.md). fetch_s: until the KV of a token has come
+    from a prefill worker. overhead_s: of a request on its way.
     """
 
     prefill_s: float = 1 / 40_000
     step_s: float = 5.2e-3
     each_s: float = 1.8e-5
     mixed_tokens: int = 512
+    mixed: float = 0.7
     fetch_s: float = 3e-6
     overhead_s: float = 2e-3
 
@@ -197,8 +199,9 @@ class SimDecode(SimWorker):
 
     @property
     def _step_s(self) -> float:
-        mixed = self.speed.mixed_tokens * self.speed.prefill_s if self._prompts else 0.0
-        return self.speed.step_s + self.speed.each_s * len(self._running) + mixed
+        speed = self.speed
+        prompt_s = speed.mixed_tokens * speed.mixed * speed.prefill_s if self._prompts else 0.0
+        return speed.step_s + speed.each_s * len(self._running) + prompt_s
 
     def begin(self, job: Job, done: Callable[[], object]) -> None:
         """A request whose first token is there decodes the rest; `done` is called at its end."""
@@ -292,9 +295,10 @@ class SimBoth(SimWorker):
         self._stepping, speed, decoding = True, self.speed, len(self._decoding)
         tokens = min(speed.mixed_tokens if decoding else self.step_tokens, self._prompts[0][2] if self._prompts else 0)
         step_s = speed.step_s + speed.each_s * decoding if decoding else 0.0
-        self.busy_s += tokens * speed.prefill_s
+        prompt_s = tokens * speed.prefill_s * (speed.mixed if decoding else 1.0)
+        self.busy_s += prompt_s
         self.prefilled += tokens
-        self.clock.at(self.clock.now + step_s + tokens * speed.prefill_s, lambda: self._end(tokens))
+        self.clock.at(self.clock.now + step_s + prompt_s, lambda: self._end(tokens))
 
     def _end(self, tokens: int) -> None:
         self._steps += 1

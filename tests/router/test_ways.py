@@ -6,6 +6,7 @@ import pytest
 
 from kvrail.services.router.fleet.demand import SECONDS, TokenRate
 from kvrail.services.router.fleet.policy import POLICIES, Candidate, Load, PlacementRequest, WorkerState, choose
+from kvrail.services.router.fleet.split import LONGER, Fleet, best_split
 from kvrail.services.router.fleet.ways import APART, HERE, MARGIN, Slo, Snapshot, _Cost, _way, choose_way
 
 AWARE = POLICIES["prefix-aware"]
@@ -27,17 +28,17 @@ def worker(name, state=WorkerState.HEALTHY, holds=(), **load):
     return Candidate(name, state, replace(LOAD, **load), frozenset(holds))
 
 
-def way(*both, request=PROMPT, prefill=(), decode=(), policy=AWARE, urgent=False, usual=HERE, slo=None):
+def way(*both, request=PROMPT, prefill=(), decode=(), policy=AWARE, urgent=False, split=None, slo=None, spare_s=1.0):
     both = list(both)
-    workers = Snapshot([*decode, *both], [*prefill, *both], slo or Slo())
-    choice = choose_way(policy, request, workers, urgent=urgent, usual=usual)
+    workers = Snapshot([*decode, *both], [*prefill, *both], slo or Slo(), split)
+    choice = choose_way(policy, request, workers, urgent=urgent, spare_s=spare_s)
     if choice is None:
         return None
     return choice.decode.target, [each.target for each in choice.prefill], choice.way
 
 
 def test_no_worker_fetches_from_itself():
-    assert way(worker("a"), usual=APART) == ("a", [], (HERE, "only"))
+    assert way(worker("a", tokens_per_s=9_000), split=1) == ("a", [], (HERE, "only"))
 
 
 def test_an_idle_worker_does_both():
@@ -47,7 +48,7 @@ def test_an_idle_worker_does_both():
 def test_a_prompt_does_not_delay_sequences_where_another_worker_has_none():
     target, prefill, (found, _) = way(worker("a"), worker("b", sequences=40), worker("c", sequences=40))
     assert "a" in (target, *prefill[:1]) and (found == HERE or prefill[0] == "a")
-    busy = worker("a", tokens_per_s=36_000)  # prompts come there all the time: output is for another
+    busy = worker("a", tokens_per_s=24_000)  # prompts come there all the time: output is for another
     assert way(busy, worker("b", sequences=20)) == ("b", ["a"], (APART, "cost"))
 
 
@@ -61,7 +62,7 @@ def test_limits_come_before_cost():
     assert way(late, worker("b", sequences=60), urgent=True)[0] == "b"
     assert way(late, others, urgent=True) is not None
     halting = worker("b", sequences=1, chunk_tokens=2048)
-    assert way(halting, worker("a", backlog=2000), slo=Slo(0.5, 0.03), usual=HERE)[2][1] in ("gap", "cost")
+    assert way(halting, worker("a", backlog=2000), slo=Slo(0.5, 0.03))[2][1] in ("gap", "cost")
 
 
 def test_no_room_and_no_time():
@@ -80,7 +81,7 @@ def test_cached_pages_attract():
 
 def test_log_probabilities_of_the_prompt_are_computed_where_it_decodes():
     request = replace(PROMPT, local=True)
-    busy = worker("a", tokens_per_s=36_000)
+    busy = worker("a", tokens_per_s=24_000)
     assert way(busy, worker("b", sequences=20), request=request)[1:] == ([], (HERE, "only"))
 
 
@@ -136,6 +137,72 @@ def test_pages_are_compared_where_it_decodes(policy):
     failing = replace(both, state=WorkerState.FAILING)
     assert found("exact", failing, decode=[lossy]) == ("a", [])
     assert found("exact", failing, decode=[lossy], prefill=[worker("p")]) == ("a", ["p"])
+
+
+def two(prompts, sequences, **fleet):
+    """Two workers as H100s are with a model of 8B."""
+    sizes = {"decoding": 2, "both": 2, "prefill": 0} | fleet
+    return Fleet(**sizes, prompts=prompts, sequences=sequences, step_s=6.6e-3, sequence_s=50e-6)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sequences", "better"),
+    [
+        (0.03, 1, None),  # 1,024 tokens in, 128 out: 1 stream
+        (0.21, 7, 1),  # 8 streams
+        (0.38, 15, 1),  # 16
+        (0.65, 30, 1),  # 32
+        (0.97, 60, None),  # 64
+        (1.25, 120, None),  # 128
+        (0.10, 63, None),  # 256 in, 512 out: 64 streams
+        (1.16, 60, None),  # 4,000 in, 64 out: 64 streams
+        (0.95, 8, None),  # 8,000 in, 128 out: 8 streams
+    ],
+)
+def test_prompts_have_the_workers_that_served_best_on_two_gpus(prompts, sequences, better):
+    """The better layout of each load, measured: benchmarks/results/roles-2026-11-28-2xh100.md."""
+    assert best_split(two(prompts, sequences), None) == better
+    assert best_split(two(prompts, sequences), 1) == better
+
+
+def test_a_load_that_varies_changes_no_roles():
+    for prompts in (0.71, 0.76, 0.81):
+        assert [best_split(two(prompts, 30), before) for before in (None, 1)] == [None, 1]
+    eight = {"decoding": 8, "both": 8}
+    for prompts in (2.3, 2.6):  # of 8 workers, between what 3 and 4 compute
+        assert [best_split(two(prompts, 99, **eight), before) for before in (3, 4)] == [3, 4]
+    assert best_split(two(1.2, 99, **eight), 4) == 2
+    nearly = two(0.1, 4)
+    assert nearly.apart_s(1) < nearly.together_s() < LONGER * nearly.apart_s(1)
+    assert [best_split(nearly, before) for before in (None, 1)] == [None, 1]
+
+
+def test_a_limit_of_gaps_comes_before_the_mean_gap():
+    fleet = two(0.5, 120)
+    assert fleet.apart_s(1) > 12e-3 > fleet.together_s()
+    assert best_split(fleet, 1, gap_s=12e-3) is None
+    fleet = two(0.6, 40)
+    assert fleet.together_s() > 9e-3 > fleet.apart_s(1)
+    assert best_split(fleet, None, gap_s=9e-3) == 1
+
+
+def test_prefill_workers_beside_them_come_first():
+    assert best_split(two(0.5, 30, prefill=1), None) == 0
+    assert best_split(two(1.1, 30, prefill=1), None) == 1
+    assert best_split(two(0.5, 0, decoding=1, both=1), None) is None  # nobody else would decode
+
+
+def test_prompts_wait_for_the_workers_that_compute_them():
+    deep = worker("a", tokens_per_s=24_000, backlog=4000)
+    other = worker("b", sequences=20)
+    assert way(deep, other) is None
+    assert way(deep, other, spare_s=-0.1)[:2] == ("b", [])
+    assert way(deep, other, urgent=True)[1] == ["a"]
+    cached = replace(PROMPT, pages=tuple(range(31)))
+    here = worker("b", sequences=2, holds=range(31))
+    assert way(replace(deep, load=replace(deep.load, backlog=0)), here, request=cached)[:2] == ("b", [])
+    late = replace(deep, load=replace(deep.load, backlog=30_000))
+    assert way(late, other, urgent=True)[:2] == ("b", [])
 
 
 def test_equal_costs_keep_the_way():

@@ -138,12 +138,14 @@ class Policy(Protocol):
 class WorkerChoice:
     """The workers of a request. decode: its decode worker. prefill: prefill workers; the first one computes it.
 
-    way: where workers of both roles are: `here` if the decode worker computes the prompt, else `apart`; and why.
+    way: where workers of both roles are: `here` if the decode worker computes the prompt, else `apart`; and why. split:
+    how many of them compute prompts at present, None if all do.
     """
 
     decode: Placement
     prefill: Sequence[Placement]
     way: tuple[str, str] | None = None
+    split: int | None = None
 
     @property
     def computed_tokens(self) -> int:

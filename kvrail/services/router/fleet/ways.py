@@ -1,17 +1,17 @@
 """Where a prompt is computed and where it decodes, among workers that do both: pure functions, as in policy.py.
 
 Each choice is weighed in seconds: for the request, and for the sequences that it delays. Choices within the limits come
-before those beyond them. Prompts on all workers would delay all sequences. So they are drawn to the first workers of
-the list, as many as their rate needs, and output to the others: how many that is follows the load, and no worker's role
-is fixed. The simulator (benchmarks/simulator) runs these very functions.
+before those beyond them. How many workers compute prompts follows the load (split.py), and no worker's role is fixed.
+The simulator (benchmarks/simulator) runs these very functions.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from operator import itemgetter
+from statistics import fmean
 from typing import NamedTuple
 
 from kvrail.services.router.fleet.policy import (
@@ -30,6 +30,7 @@ from kvrail.services.router.fleet.policy import (
     lot,
     suitable,
 )
+from kvrail.services.router.fleet.split import Fleet, best_split
 
 HERE, APART = "here", "apart"
 MARGIN = 0.2
@@ -38,8 +39,8 @@ FETCH_S = 2e-3
 """Seconds of a fetch beside its tokens: the call and the handshake."""
 USUAL_CHUNK = 512
 """Tokens of a step with decoding sequences on a worker that does not say."""
-UTILISATION = 0.9
-"""Part of their time that the workers that prompts are drawn to compute them."""
+USUAL_STEP_S = 10e-3
+"""Seconds of a step on a worker that has not measured one."""
 ALTERNATES = 3
 """Further prefill workers that a request names."""
 
@@ -64,21 +65,27 @@ class _Cost(NamedTuple):
 class _Worker:
     """A candidate with measured or usual rates, and what is the same for every prompt."""
 
-    __slots__ = ("chunk", "chunk_s", "decoding", "each", "load", "sequence_s", "slack", "step_s", "token_s", "wait_s")
+    __slots__ = (
+        *("chunk", "chunk_s", "computes", "decoding", "each", "load"),
+        *("sequence_s", "slack", "step_s", "token_s", "wait_s"),
+    )
 
     def __init__(
-        self, each: Candidate, slo: Slo, token_s: float, sequence_s: float, *, both: bool, busy: float
+        self, each: Candidate, slo: Slo, token_s: float, sequence_s: float, *, both: bool, busy: float | None
     ) -> None:
-        """both: a prompt delays the sequences that decode there. busy: part of its time that prompts are to have."""
+        """both: a prompt delays the sequences that decode there. busy: part of its time that prompts are to have.
+
+        None for busy: it is to compute none.
+        """
         load, most = each.load, each.load.chunk_tokens or USUAL_CHUNK
         self.each, self.load, self.token_s, self.sequence_s = each, load, token_s, sequence_s
-        self.slack = load.slack
+        self.slack, self.computes = load.slack, busy is not None
         self.decoding = load.sequences if both else 0
         self.wait_s = max(0.0, load.backlog * token_s - load.computing_s)
         self.step_s = load.step_s + self.decoding * sequence_s if self.decoding else 0.0
         # Tokens of a step beside decoding: what keeps the limit of gaps, at least an eighth of the most.
         self.chunk = max(most / 8, min(most, (slo.gap_s - self.step_s) / token_s))
-        self.chunk_s = most * token_s * busy
+        self.chunk_s = most * token_s * (busy or 0.0)
 
 
 class _Prompt:
@@ -138,23 +145,26 @@ class _Kind:
     """The workers for requests that ask for one form of pages.
 
     suiting: those whose pages serve them, in whatever state. both: targets of those that do both; if there are none,
-    nothing is weighed here. deciding, computing: those to decode on, and to compute prompts.
+    nothing is weighed here. deciding, computing: those to decode on, and to compute prompts. split: see `best_split`.
     """
 
     suiting: Sequence[Candidate]
     both: AbstractSet[str]
     deciding: Sequence[_Worker]
     computing: Sequence[_Worker]
+    split: int | None
 
 
 class Snapshot:
     """The workers of one moment, and what the choices for all prompts share.
 
-    decode, prefill: a worker of both roles is in both.
+    decode, prefill: a worker of both roles is in both. split: that of the last choice.
     """
 
-    def __init__(self, decode: Sequence[Candidate], prefill: Sequence[Candidate], slo: Slo) -> None:
-        self.decode, self.prefill, self.slo = decode, prefill, slo
+    def __init__(
+        self, decode: Sequence[Candidate], prefill: Sequence[Candidate], slo: Slo, split: int | None = None
+    ) -> None:
+        self.decode, self.prefill, self.slo, self._split = decode, prefill, slo, split
         self._kinds: dict[str, _Kind] = {}
 
     def kind(self, kv_cache: str) -> _Kind:
@@ -163,18 +173,40 @@ class Snapshot:
             suiting, ready = suitable(kv_cache, self.decode), able(self.prefill)
             deciding = able(suiting)
             both = {each.target for each in (*able(self.decode), *deciding)} & {each.target for each in ready}
-            busy = _busy(ready, both)
+            busy, split = self._busy(deciding, ready, both) if both and deciding else ({}, None)
             computing = self._rated(ready, both, busy) if both else []
             rated = computing if deciding == ready or not both else self._rated(deciding, both, busy)
-            self._kinds[kv_cache] = _Kind(suiting, both, rated, computing)
+            self._kinds[kv_cache] = _Kind(suiting, both, rated, computing, split)
         return self._kinds[kv_cache]
 
-    def _rated(self, ready: Sequence[Candidate], both: AbstractSet[str], busy: dict[str, float]) -> list[_Worker]:
+    def _rated(
+        self, ready: Sequence[Candidate], both: AbstractSet[str], busy: Mapping[str, float | None]
+    ) -> list[_Worker]:
         sequence_s = known([each.load.sequence_s for each in ready], USUAL_SEQUENCE_S)
         return [
             _Worker(each, self.slo, *rates, both=each.target in both, busy=busy.get(each.target, 0.0))
             for each, *rates in zip(ready, _token_s(ready), sequence_s, strict=True)
         ]
+
+    def _busy(
+        self, deciding: Sequence[Candidate], ready: Sequence[Candidate], both: AbstractSet[str]
+    ) -> tuple[dict[str, float | None], int | None]:
+        """Part of their time that prompts are to have, of workers of both roles; None: they are to compute none."""
+        names = [each.target for each in ready if each.target in both]
+        prompts = sum(each.load.tokens_per_s * each_s for each, each_s in zip(ready, _token_s(ready), strict=True))
+        fleet = Fleet(
+            decoding=len(deciding),
+            both=len(names),
+            prefill=len(ready) - len(names),
+            prompts=prompts,
+            sequences=sum(each.load.sequences for each in deciding),
+            step_s=fmean(known([each.load.step_s for each in deciding], USUAL_STEP_S)),
+            sequence_s=fmean(known([each.load.sequence_s for each in deciding], USUAL_SEQUENCE_S)),
+        )
+        split = best_split(fleet, self._split, self.slo.gap_s)
+        computing = len(names) if split is None else split
+        part = min(1.0, prompts / max(1, computing + fleet.prefill))
+        return {name: part if place < computing else None for place, name in enumerate(names)}, split
 
 
 def choose_way(
@@ -184,15 +216,16 @@ def choose_way(
     *,
     urgent: bool,
     spare_s: float = math.inf,
-    usual: str = HERE,
 ) -> WorkerChoice | None:
     """The best workers with room for a request now; None if it has to wait. Without workers of both roles: `choose`.
 
-    urgent, spare_s: see `choose`. usual: the way that the prompt before took.
+    urgent, spare_s: see `choose`.
     """
     kind = workers.kind(request.kv_cache)
     if kind.both and isinstance(policy, PrefixAware):
-        return _choose(_Prompt(request, workers.slo), request, kind, usual, urgent=urgent)
+        prompt = _Prompt(request, workers.slo)
+        choice = _choose(prompt, request, kind, urgent=urgent, spare_s=spare_s)
+        return choice and replace(choice, split=kind.split)
     if able_to := [each for each in kind.suiting if each.target in kind.both]:
         choice = choose(policy, request, able_to, [], urgent=urgent, spare_s=spare_s)
         return choice and replace(choice, way=(HERE, "policy"))
@@ -200,7 +233,7 @@ def choose_way(
 
 
 def _choose(
-    prompt: _Prompt, request: PlacementRequest, kind: _Kind, usual: str, *, urgent: bool
+    prompt: _Prompt, request: PlacementRequest, kind: _Kind, *, urgent: bool, spare_s: float
 ) -> WorkerChoice | None:
     """The better of the best worker alone and the best two: one that computes and one that decodes."""
 
@@ -208,10 +241,23 @@ def _choose(
         return [each for each in workers if urgent or (each.slack > 0 and prompt.missing(each) <= each.slack)]
 
     deciding = [each for each in kind.deciding if request.local or each.each.target in kind.both]
+    able_to = [] if request.local else in_time(kind.computing)
+    if kind.split is not None and not request.local:
+        # Prompts go to the workers that are to compute them, unless the first token would come too late there, or
+        # another one has at most half as much to compute, since it has the beginning cached.
+        those = [each for each in able_to if each.computes]
+        if not those and spare_s > 0:
+            return None
+        if any(not prompt.computed(each).late for each in those):
+            half = min(prompt.missing(each) for each in those) / 2
+            able_to, deciding = (
+                [each for each in workers if each.computes or prompt.missing(each) <= half]
+                for workers in (able_to, deciding)
+            )
     here = (each for each in in_time(deciding) if each.load.has_room(request.n))
     alone = min(((prompt.served(each), each) for each in here), key=_cost, default=None)
     # The costs of two different workers add up, so they are among the best two for either part.
-    computing = [] if request.local else [each for each in in_time(kind.computing) if each.load.has_room()]
+    computing = [each for each in able_to if each.load.has_room()]
     firsts = nsmallest(ALTERNATES + 2, ((prompt.computed(each), each) for each in computing), key=_cost)
     roomy = (each for each in kind.deciding if each.load.has_room(request.n)) if firsts else ()
     seconds = nsmallest(2, ((prompt.decoded(each), each) for each in roomy), key=_cost)
@@ -224,7 +270,7 @@ def _choose(
     pair = min(pairs, key=_cost, default=None)
     if alone is None and pair is None:
         return None
-    way = _way(alone and alone[0], pair and pair[0], usual)
+    way = _way(alone and alone[0], pair and pair[0], HERE if kind.split is None else APART)
     if alone is not None and way[0] == HERE:
         return WorkerChoice(prompt.placed(alone[1]), [], way)
     assert pair is not None
@@ -254,15 +300,3 @@ def _way(here: _Cost | None, apart: _Cost | None, usual: str) -> tuple[str, str]
 
 def _token_s(ready: Sequence[Candidate]) -> list[float]:
     return known([each.load.compute_s or each.load.token_s for each in ready], USUAL_TOKEN_S)
-
-
-def _busy(ready: Sequence[Candidate], both: AbstractSet[str]) -> dict[str, float]:
-    """Part of their time that prompts are to have, of workers of both roles: all of the first ones, then none.
-
-    ready: all that compute prompts.
-    """
-    token_s = _token_s(ready)
-    needed = sum(each.load.tokens_per_s * each_s for each, each_s in zip(ready, token_s, strict=True)) / UTILISATION
-    needed -= sum(each.target not in both for each in ready)
-    places = enumerate(each.target for each in ready if each.target in both)
-    return {target: min(1.0, max(0.0, needed - place)) for place, target in places}

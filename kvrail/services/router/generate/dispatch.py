@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from kvrail.errors import DeadlineError, KvrailError
 from kvrail.runtime.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
 from kvrail.services.router.fleet.policy import PlacementRequest, WorkerChoice, able, suitable
-from kvrail.services.router.fleet.ways import HERE, Slo, Snapshot, choose_way
+from kvrail.services.router.fleet.ways import Slo, Snapshot, choose_way
 from kvrail.services.router.fleet.worker import DecodeWorker, Worker
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.rates import CompletionRate
@@ -133,7 +133,8 @@ class Dispatcher:
         self._pool = pool
         self._metrics = metrics
         self._prefill_wait_s = prefill_wait_s or math.inf
-        self._slo, self._usual = slo or Slo(), HERE
+        self._slo = slo or Slo()
+        self._split: int | None = None
         self._clock = clock
         self._turns: dict[Ticket, Turn] = {}
         self._reserved: dict[Ticket, Reservation] = {}
@@ -229,7 +230,7 @@ class Dispatcher:
         """Whether a prompt left the queue."""
         passed: list[Ticket] = []
         decode, prefill = self._pool.candidates()
-        workers = Snapshot(decode, prefill, self._slo)
+        workers = Snapshot(decode, prefill, self._slo, self._split)
         suiting = {kind: able(suitable(kind, decode)) for kind in self.queue.kinds}
         room = {kind: any(each.load.has_room() for each in those) for kind, those in suiting.items()}
         free = sum(max(0, each.load.max_running - each.load.sequences) for each in able(decode))
@@ -244,9 +245,7 @@ class Dispatcher:
                     return True
                 continue  # it is not passed: the others do not take what it could have
             urgent, spare_s = not self._computing[ticket.client], turn.since + self._prefill_wait_s - self._clock()
-            choice = choose_way(
-                self._pool.policy, turn.request, workers, urgent=urgent, spare_s=spare_s, usual=self._usual
-            )
+            choice = choose_way(self._pool.policy, turn.request, workers, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._turns[ticket]
                 self.queue.granted(ticket, passed)
@@ -280,8 +279,8 @@ class Dispatcher:
         self._metrics.placed("decode", worker.role, worker.target, choice.decode.reason, worker.kv_cache)
         self._metrics.prefix_tokens["expected"].inc(choice.decode.cached_tokens)
         if choice.way is not None:
-            self._usual, reason = choice.way
-            self._metrics.went(self._usual, reason)
+            self._split = choice.split
+            self._metrics.went(*choice.way)
         if prefill:
             reason = choice.prefill[0].reason
             self._metrics.placed("prefill", computing.role, computing.target, reason, computing.kv_cache)

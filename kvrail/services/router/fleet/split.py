@@ -1,0 +1,68 @@
+"""How many workers of both roles compute the prompts for all: a pure function of what was measured.
+
+Where every worker computes prompts, all sequences wait for them by turns. Where few do, sequences share the others, and
+prompts wait for each other. Which is better depends on the load: it is the shorter mean gap between two tokens, unless
+the prompts are too many for those workers. Between the two there is no better way: a worker that computes the prompts
+of others and decodes beside them delays both.
+"""
+
+import math
+from dataclasses import dataclass
+
+MIXED = 0.7
+"""Part of a prompt's time that sequences beside it wait for: a step reads the weights once for both."""
+SPARE, STAYS_SPARE = 0.3, 0.18
+"""Part of its time that one worker for prompts has to spare, so that they wait little, for prompts to be split off, and
+to stay so; each of k workers: 1 / sqrt(k) of it."""
+LONGER, STAYS_LONGER = 1.04, 1.01
+"""How many times as long the gaps of the other way are, for prompts to be split off, and to stay so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What is measured of the workers of one moment.
+
+    decoding: how many workers decode; both: how many of them compute prompts too; prefill: how many only do that.
+    prompts: prompts to compute, in seconds of one worker a second. step_s: of a step that only decodes, beside
+    sequence_s for each sequence.
+    """
+
+    decoding: int
+    both: int
+    prefill: int
+    prompts: float
+    sequences: int
+    step_s: float
+    sequence_s: float
+
+    def together_s(self) -> float:
+        """Mean gap where every worker computes prompts."""
+        share = min(0.99, MIXED * self.prompts / (self.both + self.prefill))
+        return self._gap_s(self.decoding) / (1 - share)
+
+    def apart_s(self, split: int) -> float:
+        """Mean gap where `split` of the workers of both roles only compute prompts; infinite where none is left."""
+        return self._gap_s(self.decoding - split) if split < self.decoding else math.inf
+
+    def _gap_s(self, workers: int) -> float:
+        return self.step_s + self.sequences / workers * self.sequence_s
+
+
+def fewest(fleet: Fleet, spare: float) -> int:
+    """How many workers of both roles the prompts need, if each has time to spare; too many where all are too few."""
+    for split in range(fleet.both + 1):
+        workers = split + fleet.prefill
+        if fleet.prompts <= workers - spare * math.sqrt(workers):
+            return split
+    return fleet.both + fleet.decoding
+
+
+def best_split(fleet: Fleet, before: int | None, gap_s: float = math.inf) -> int | None:
+    """How many workers of both roles to compute prompts on; None: on all. before: the last answer. gap_s: the limit."""
+    split = fewest(fleet, SPARE)
+    if before is not None and fewest(fleet, STAYS_SPARE) <= before <= split + 1:
+        split = before
+    apart, together = fleet.apart_s(split), fleet.together_s()
+    if (apart > gap_s) != (together > gap_s):
+        return split if together > gap_s else None
+    return split if apart * (LONGER if before is None else STAYS_LONGER) < together else None
