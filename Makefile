@@ -128,7 +128,7 @@ protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
 gpu-test: $(VENV)/.dev  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-gpu-smoke: $(VENV)/.dev  ## the whole server on one NVIDIA GPU: architectures and settings, each under many different requests at once; minutes
+gpu-smoke: $(VENV)/.dev  ## the whole server on an NVIDIA GPU, or on each: architectures and settings, each under many different requests at once; minutes
 	$(BIN)/python -m tests.smoke $(ARGS)
 
 soak: $(VENV)/.dev  ## random traffic for ten minutes over each form of KV pages on one GPU; ARGS="--device cpu" without

@@ -1,4 +1,4 @@
-"""`make gpu-smoke`: all cases on one GPU, some at a time; writes benchmarks/results/gpu-smoke.json.
+"""`make gpu-smoke`: all cases, some at a time on each GPU; writes benchmarks/results/gpu-smoke.json.
 
 `python -m tests.smoke --state` says in a line whether that result is green and of the code at hand.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from kvrail.cli.cluster.gpus import visible_gpus
 from tests.smoke.cases import CASES, Case
 from tests.smoke.models import write_model
 from tests.smoke.run import Outcome, run
@@ -25,14 +26,17 @@ from tests.smoke.state import RESULT, ROOT, state, trees
 
 
 async def run_all(cases: list[Case], args: argparse.Namespace) -> list[Outcome]:
-    """So many cases at a time; each is told of when it ends."""
-    turns = asyncio.Semaphore(args.at_once)
+    """So many cases at a time on each GPU; each is told of when it ends."""
+    turns: asyncio.Queue[str | None] = asyncio.Queue()
+    for gpu in args.at_once * (visible_gpus() if args.device == "cuda" else [None]):
+        turns.put_nowait(gpu)
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: write_model(name, Path(scratch, name, "model")) for name in {c.architecture for c in cases}}
 
         async def one(case: Case) -> Outcome:
-            async with turns:
-                outcome = await run(case, folders[case.architecture], args.device, args.requests, args.longest)
+            gpu = await turns.get()
+            outcome = await run(case, folders[case.architecture], args.device, args.requests, args.longest, gpu)
+            turns.put_nowait(gpu)
             said = "; ".join(fault[:400] for fault in outcome.faults[:3]) or "ok"
             told = f"{case.name}: {outcome.requests} requests, {outcome.crossed} crossed {outcome.codecs}"
             sys.stdout.write(f"{told}, {outcome.seconds} s: {said}\n")
@@ -83,7 +87,7 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only cases whose name has this in it; with commas: any of these")
     parser.add_argument("--requests", type=int, default=60, help="at once, in each case")
     parser.add_argument("--longest", type=int, default=3000, help="tokens of a prompt at most")
-    parser.add_argument("--at-once", type=int, default=5, help="clusters at a time")
+    parser.add_argument("--at-once", type=int, default=5, help="clusters at a time on each GPU")
     parser.add_argument("--commit", default=commit_at_hand(), help="to write down; default: what git says")
     parser.add_argument("--again", type=Path, help="a result of this code: run only the cases that it lacks as green")
     parser.add_argument("--out", type=Path, default=RESULT)

@@ -16,6 +16,7 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvrail.cli.cluster.gpus import visible_gpus
 from tests.smoke.cases import Case
 from tests.smoke.client import Answer, FailedRequestError, ask, difference
 from tests.smoke.mix import TRANSFORMERS_KNOWS, Asked, crowd
@@ -43,11 +44,11 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
 
 
-async def run(case: Case, model: Path, device: str, count: int, longest: int) -> Outcome:
-    """Run a case; whatever goes wrong is in its faults."""
+async def run(case: Case, model: Path, device: str, count: int, longest: int, gpu: str | None = None) -> Outcome:
+    """Run a case, all workers on one GPU; whatever goes wrong is in its faults. gpu: None for the first there is."""
     begin, outcome = time.monotonic(), Outcome(case.name)
     try:
-        async with cluster(case, model, device, outcome.faults) as (url, _):
+        async with cluster(case, model, device, outcome.faults, gpu) as (url, _):
             limits = httpx.Limits(max_connections=count)
             async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S, limits=limits) as client:
                 await _compare(client, case, model, list(crowd(count, longest=longest)), outcome)
@@ -124,13 +125,17 @@ async def _until_ready(client: httpx.AsyncClient, codec: str) -> None:
 
 
 @asynccontextmanager
-async def cluster(case: Case, model: Path, device: str, faults: list[str]) -> AsyncIterator[tuple[str, int]]:
+async def cluster(
+    case: Case, model: Path, device: str, faults: list[str], gpu: str | None = None
+) -> AsyncIterator[tuple[str, int]]:
     """The address of a cluster that is healthy, and its pid. What its log tells of faults is added to `faults`."""
     log = model.parent / f"{re.sub('[^a-z0-9]+', '-', case.name.lower())}.log"
     flags = ["--model", str(model), "--served-model-name", "smoke", "--device", device, "--port", "0", *case.flags]
     if "--kv-memory-gib" not in flags:
         flags += ["--kv-memory-gib", "0.5"]
+    gpu = gpu or next(iter(visible_gpus()), None)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvrail", "up", *flags, cwd=ROOT, stdout=out, stderr=out, env=environment
