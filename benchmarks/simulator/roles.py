@@ -4,7 +4,8 @@
     python -m benchmarks.simulator.roles --workers 16
 
 Goodput is the share of requests that keep both limits: the time to the first token, and the mean time between tokens.
-It is counted for arrivals after the first --settle-s seconds of a phase.
+It is counted for arrivals after the first --settle-s seconds of a phase. Splits that cannot keep up with a phase are
+left out of it.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from statistics import mean, pstdev
 
-from benchmarks.simulator.cluster import Simulation
-from benchmarks.simulator.workers import Job, SimBoth
+from benchmarks.simulator.cluster import MAX_RUNNING, Simulation
+from benchmarks.simulator.workers import Job, SimBoth, Speed
 from kvrail.services.router.fleet.ways import APART, Slo
 from kvrail.tools.bench.trace import Request
 
@@ -88,6 +89,14 @@ def turns(ways: Sequence[tuple[float, str, str]], begin: float, end: float, wind
     return [sum(each) / len(each) for _, each in sorted(counts.items())]
 
 
+def sustains(step: Phase, share: float, speed: Speed | None = None) -> bool:
+    """Whether workers of which this share prefill keep up with a phase: the others' queues grow without end."""
+    speed = speed or Speed()
+    full_s = speed.step_s + MAX_RUNNING * speed.each_s
+    decodes = step.rate * step.output_tokens * full_s <= MAX_RUNNING * (1 - share)
+    return decodes and step.rate * step.prompt_tokens * speed.prefill_s <= share
+
+
 def _both(workers: int, steps: Sequence[Phase], seconds: float) -> tuple[list[Job], list[tuple[float, str, str]]]:
     simulation = RolesSimulation(workers)
     return simulation.run(phases(steps, workers, seconds)).jobs, simulation.ways
@@ -114,6 +123,7 @@ def main() -> None:
             (step, share): pool.submit(_fixed, count, share, step, seconds, settle_s)
             for step in dict.fromkeys(steps)
             for share in splits
+            if sustains(step, share)
         }
         jobs, ways = both.result()
         alone = {which: each.result() for which, each in fixed.items()}
@@ -122,7 +132,7 @@ def main() -> None:
     for number, step in enumerate(steps):
         begin, end = number * seconds + settle_s, (number + 1) * seconds
         shares = turns(ways, begin, end)
-        best, most = max(((share, alone[step, share]) for share in splits), key=itemgetter(1))
+        best, most = max(((share, each) for (of, share), each in alone.items() if of == step), key=itemgetter(1))
         after = settled_s(jobs, number * seconds, end, 0.95 * most)
         print(f"| {step.name} | {step.rate * count:.0f} | {goodput(jobs, begin, end):.1%} | {after:.0f} s", end=" | ")
         print(f"{mean(shares):.0%} ({pstdev(shares):.2f})", end=" | ")
