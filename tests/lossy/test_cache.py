@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvrail.engine.kv.closing_cache import FixedCache, PoolSize, size_that_fits
+from kvrail.engine.kv.closing_cache import LossyCache, PoolSize, size_that_fits
 from kvrail.engine.kv.fixed.pages import FixedPages
 from kvrail.transfer.streams import SideStream
 from kvrail.values.layout import KVLayout
@@ -12,9 +12,9 @@ from kvrail.worker.pages import LeasedPages
 LAYOUT = KVLayout(3, 2, 64, 64, 64, "bfloat16")
 
 
-def filled(form: str, open_pages: int = 6) -> FixedCache:
+def filled(form: str, open_pages: int = 6) -> LossyCache:
     """A pool with as many pages as can be open, written."""
-    cache = FixedCache(LAYOUT, PoolSize(10, open_pages, form), "cpu")
+    cache = LossyCache(LAYOUT, PoolSize(10, open_pages, form), "cpu")
     cache.slots.clear()
     for page in range(open_pages):
         cache.slots.begin(page)
@@ -23,7 +23,7 @@ def filled(form: str, open_pages: int = 6) -> FixedCache:
     return cache
 
 
-def close(cache: FixedCache, *pages: int) -> None:
+def close(cache: LossyCache, *pages: int) -> None:
     for page in pages:
         cache.slots.complete([9, page], 1)
     outcome = cache.close(cache.slots.choose(cache.slots.ready()))
@@ -85,7 +85,7 @@ def test_a_pool_fits_into_its_memory(form: str) -> None:
     layout = KVLayout(36, 8, 128, 128, 64, "bfloat16")
     for gib, context, running in ((45, 8192, 64), (20, 40960, 256), (2, 40960, 64)):
         size = size_that_fits(layout, "cpu", gib, form, max_running=running, max_model_len=context)
-        assert 0 <= (gib << 30) - FixedCache(layout, size, "meta").bytes < layout.page_bytes
+        assert 0 <= (gib << 30) - LossyCache(layout, size, "meta").bytes < layout.page_bytes
         plain = (gib << 30) // layout.page_bytes
         assert size.open_pages <= size.num_pages and size.open_pages <= max(plain * 3 // 4, context // 64 + 3 * running)
         assert gib < 45 or size.num_pages > plain * (1.7 if form == "int8" else 3.3)
