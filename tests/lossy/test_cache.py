@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvrail.engine.kv.closing_cache import LossyCache, PoolSize, size_that_fits
-from kvrail.engine.kv.fixed.pages import FixedPages
+from kvrail.engine.kv.lossy import CODE_BITS, lossy_pages
 from kvrail.transfer.streams import SideStream
 from kvrail.values.layout import KVLayout
 from kvrail.worker.pages import LeasedPages
@@ -32,7 +32,7 @@ def close(cache: LossyCache, *pages: int) -> None:
     cache.slots.settle(outcome.failed)
 
 
-@pytest.mark.parametrize(("form", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize(("form", "bits"), CODE_BITS.items())
 def test_a_page_is_in_both_forms_until_its_open_slot_is_handed_out(form: str, bits: int) -> None:
     cache = filled(form)
     slots = cache.slots
@@ -43,15 +43,16 @@ def test_a_page_is_in_both_forms_until_its_open_slot_is_handed_out(form: str, bi
     assert slots.free == 1 and slots.is_open(2)
     slots.begin(7)
     assert not slots.is_open(2) and slots.is_closed(2) and slots.free == 0
-    wanted = FixedPages(LAYOUT, 1, bits, "cpu")
+    wanted = lossy_pages(LAYOUT, 1, bits, "cpu")
     first = torch.zeros(1, dtype=torch.int64)
     wanted.close(*(each[:, None].contiguous() for each in known), first, first)
     assert torch.equal(cache.closed.pages[:, 2], wanted.pages[:, 0])
     slots.check([0, 1, 2, 3, 4, 5, 7])
 
 
-def test_a_page_with_a_refused_tile_is_not_closed() -> None:
-    cache = filled("int4")
+@pytest.mark.parametrize("form", ["int4", "kvcomp"])
+def test_a_page_with_a_refused_tile_is_not_closed(form: str) -> None:
+    cache = filled(form)
     for bad in (torch.inf, torch.nan, 2.0**36):
         cache.as_block()[1][2, cache.slots.open_slot[3], 5, 1, 7] = bad
         close(cache, 1, 3)
@@ -80,7 +81,7 @@ def test_copies_and_transfers_take_open_pages_alone() -> None:
             lent.block(range(3), 1, 4)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", CODE_BITS)
 def test_a_pool_fits_into_its_memory(form: str) -> None:
     layout = KVLayout(36, 8, 128, 128, 64, "bfloat16")
     for gib, context, running in ((45, 8192, 64), (20, 40960, 256), (2, 40960, 64)):

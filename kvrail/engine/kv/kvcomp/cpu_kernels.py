@@ -172,7 +172,7 @@ def open_tile(closed, at, dim, keys, tables, order, rows, out):
     lanes, count = at + 4 * len(rows), TOKENS * dim // _STREAMS
     head = lanes + _LANES
     base = int64(closed[head]) | int64(closed[head + 1]) << 8
-    table = ((0 if keys else 2) + int64(closed[head + 2])) * (_WINDOW + 1)
+    table = ((0 if keys else 2) + int64(closed[head + 2])) * 2 * (_WINDOW + 1)
     unit = int64(closed[head + 4]) | int64(closed[head + 5]) << 8
     both = np.empty(1, np.float64)
     parts = both.view(np.uint64)
@@ -181,11 +181,11 @@ def open_tile(closed, at, dim, keys, tables, order, rows, out):
         for number in range(stream * count, (stream + 1) * count):
             byte = at + (bit >> 3)
             pair = int64(closed[byte]) | int64(closed[byte + 1]) << 8
-            entry = int64(tables[table + (pair >> (bit & 7) & _WINDOW)])
-            bit += (entry >> 5) + 1
+            entry = table + 2 * (pair >> (bit & 7) & _WINDOW)
+            bit += int64(tables[entry + 1])
             place = order[number]
             row = place % dim if keys else place // dim
-            both[0] = np.float64(entry & 31) * np.float64(scales[row]) + np.float64(offsets[row])
+            both[0] = np.float64(tables[entry]) * np.float64(scales[row]) + np.float64(offsets[row])
             out[place] = nearest(both, parts)
         unit += base + (int64(closed[lanes + stream // 2]) >> (4 * (stream % 2)) & 15)
 

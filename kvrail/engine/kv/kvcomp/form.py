@@ -147,13 +147,13 @@ def writing_tables(key_dim: int, value_dim: int) -> npt.NDArray[np.uint16]:
 
 @functools.cache
 def reading_tables(key_dim: int, value_dim: int) -> npt.NDArray[np.uint8]:
-    """By the next MAX_BITS bits: symbol, and from bit 5 on its code's length - 1; uint8 [kinds, codes, 64]."""
-    tables = np.zeros((2, 2, 1 << MAX_BITS), np.uint8)
+    """By the next MAX_BITS bits: symbol, and its code's length; uint8 [kinds, codes, 64, 2]."""
+    tables = np.zeros((2, 2, 1 << MAX_BITS, 2), np.uint8)
     for kind, codes in enumerate(writing_tables(key_dim, value_dim)):
         for number, of in enumerate(codes):
             for symbol, (code, bits) in enumerate(zip(of & 255, of >> 8, strict=True)):
                 if bits:
-                    tables[kind, number, code :: 1 << bits] = symbol | (bits - 1) << 5
+                    tables[kind, number, code :: 1 << bits] = symbol, bits
     return tables
 
 

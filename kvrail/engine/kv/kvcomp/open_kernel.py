@@ -17,28 +17,43 @@ _TABLE = tl.constexpr(1 << form.MAX_BITS)
 
 
 @triton.jit
-def _four(words, bit, table):
+def _packed(first, second, third, fourth, ASSEMBLED: tl.constexpr):
+    """The symbols of four entries as a word of four codes.
+
+    ASSEMBLED: by the instruction for it, which Triton's interpreter does not know.
+    """
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; prmt.b32 a, $1, $3, 0x0040; prmt.b32 b, $2, $4, 0x0040; prmt.b32 $0, a, b, 0x5410; }",
+            "=r,r,r,r,r", [first, second, third, fourth], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return first & 0xFF | (third & 0xFF) << 8 | (second & 0xFF) << 16 | (fourth & 0xFF) << 24
+
+
+@triton.jit
+def _four(words, bit, table, ASSEMBLED: tl.constexpr):
     """The next four symbols of each stream, as a word, and where what follows begins. bit: counted from `words`."""
     at = words + (bit >> 5)
     both = tl.load(at + 1).to(tl.uint64) << 32 | tl.load(at)
     held = (both >> (bit & 31).to(tl.uint64)).to(tl.uint32)
-    word = held * 0
-    for number in tl.static_range(4):
-        entry = tl.load(table + (held & (_TABLE - 1))).to(tl.uint32)
-        word |= (entry & 31) << 8 * (number // 2) + 16 * (number % 2)
-        bits = (entry >> 5) + 1
-        held >>= bits
-        bit += bits.to(tl.int32)
-    return word, bit
+    first = tl.load(table + (held & (_TABLE - 1))).to(tl.uint32)
+    held >>= first >> 8
+    second = tl.load(table + (held & (_TABLE - 1))).to(tl.uint32)
+    held >>= second >> 8
+    third = tl.load(table + (held & (_TABLE - 1))).to(tl.uint32)
+    held >>= third >> 8
+    fourth = tl.load(table + (held & (_TABLE - 1))).to(tl.uint32)
+    bits = first + second + third + fourth >> 8  # four symbols come to less than 256
+    return _packed(first, second, third, fourth, ASSEMBLED), bit + bits.to(tl.int32)
 
 
 @triton.jit
-def _sixteen(words, bit, table):
+def _sixteen(words, bit, table, ASSEMBLED: tl.constexpr):
     """The next four words of each stream: [4, 32, 4]."""
-    first, bit = _four(words, bit, table)
-    second, bit = _four(words, bit, table)
-    third, bit = _four(words, bit, table)
-    fourth, bit = _four(words, bit, table)
+    first, bit = _four(words, bit, table, ASSEMBLED)
+    second, bit = _four(words, bit, table, ASSEMBLED)
+    third, bit = _four(words, bit, table, ASSEMBLED)
+    fourth, bit = _four(words, bit, table, ASSEMBLED)
     return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [4, 32, 4]), bit
 
 
@@ -61,12 +76,12 @@ def open_coded(
     units = longer + tl.load(head).to(tl.int32)
     starts = tl.load(head + 2 + warp).to(tl.int32)
     bit = UNIT * (starts + tl.cumsum(units, 1) - units)
-    table = tables + _TABLE * (tl.load(head + 1).to(tl.int32) + (0 if KEYS else 2))
-    first, bit = _sixteen(words, bit, table)
-    second, bit = _sixteen(words, bit, table)
+    table = tables.to(tl.pointer_type(tl.uint16)) + _TABLE * (tl.load(head + 1).to(tl.int32) + (0 if KEYS else 2))
+    first, bit = _sixteen(words, bit, table, ASSEMBLED)
+    second, bit = _sixteen(words, bit, table, ASSEMBLED)
     if ROWS * COLUMNS == 64 * 128:
-        third, bit = _sixteen(words, bit, table)
-        fourth, bit = _sixteen(words, bit, table)
+        third, bit = _sixteen(words, bit, table, ASSEMBLED)
+        fourth, bit = _sixteen(words, bit, table, ASSEMBLED)
         codes = tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), (3, 4, 0, 1, 2))
     else:
         codes = tl.permute(tl.join(first, second), (3, 0, 1, 2))

@@ -138,10 +138,10 @@ def _opened(data: Bytes, part: Part, tables: Bytes) -> Bits:
     symbols = np.empty((STREAMS, part.symbols), np.int64)
     for stream, begin in enumerate(begins):
         at = begin
-        for number_of in range(part.symbols):
+        for place in range(part.symbols):
             window = bits[at : at + MAX_BITS] @ (1 << np.arange(MAX_BITS))
-            symbols[stream, number_of] = tables[number, window] & 31
-            at += (tables[number, window] >> 5) + 1
+            symbols[stream, place], length = tables[number, window]
+            at += length
     tile = np.empty(TOKENS * part.dim, np.int64)
     tile[stream_places(part.dim, part.keys)] = symbols
     tile = tile.reshape(TOKENS, part.dim)
