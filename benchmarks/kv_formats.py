@@ -1,7 +1,7 @@
 """Decode attention over closed pages beside bfloat16 pages, and the rates of closing and opening, on a GPU.
 
-    python -m benchmarks.kv_formats [--forms lossless,int8,int4,kvcomp] [--escapes 0,1e-4,1e-3] [--loads 64x2048,1x32768]
-        [--sweep] [--no-rates]
+    python -m benchmarks.kv_formats [--forms lossless,int8,int4,kvcomp] [--escapes 0,1e-4,1e-3]
+        [--loads 64x2048,1x32768] [--sweep] [--no-rates]
 
 One layer of Qwen3-8B's shape: 32 heads over 8 KV heads of 128, pages of 64 tokens. KV is drawn: normal, each channel of
 another scale, and a share of values so small that they are escapes, beside some 5e-5 that are so by themselves. Each

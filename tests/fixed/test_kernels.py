@@ -70,7 +70,9 @@ def test_windows_that_begin_behind_closed_pages() -> None:
     check_attention([(5, 330), (3, 70)], SHAPES["all options"], 4, 1, *both)
 
 
-@pytest.mark.parametrize(("name", "bits"), [*zip(PREFILLS, (4, 8, 4), strict=True), *((name, CODED) for name in PREFILLS)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [*zip(PREFILLS, (4, 8, 4), strict=True), *((name, CODED) for name in PREFILLS)]
+)
 def test_prefill_gives_the_same_bits(name: str, bits: int) -> None:
     shape, tuning = PREFILLS[name]
     plan = [(7, 7), (5, 330), (33, 161)]

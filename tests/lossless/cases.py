@@ -62,8 +62,8 @@ def close_case(
     """The same problem with full pages before the new tokens closed: (case, closed tokens a sequence).
 
     pages: how many of each sequence at most; None: a random number. code_bits: 0: lossless pages; otherwise pages of
-    that lossy form, which are opened into `opened`, and the first of each sequence stays open. Closed pages' plain copies
-    hold NaN, and so does what is closed and belongs to no sequence.
+    that lossy form, which are opened into `opened`, and the first of each sequence stays open. Closed pages' plain
+    copies hold NaN, and so does what is closed and belongs to no sequence.
     """
     rng = random.Random(seed)
     device, plain = case.query.device, case.pages

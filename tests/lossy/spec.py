@@ -26,9 +26,9 @@ def loaded(folder: str, device: str, eager: bool) -> LoadedModel:
 
 
 class Spec:
-    """One model over lossy pages, see `lossy.CODE_BITS`. most: pages of the longest sequence. eager: on CUDA, the engine's setting.
+    """One model over lossy pages of `bits`, see lossy.CODE_BITS. most: pages of the longest sequence.
 
-    Compiled layers round otherwise than those that are not.
+    eager: on CUDA, the engine's setting. Compiled layers round otherwise than those that are not.
     """
 
     def __init__(self, folder: str, bits: int, most: int = 16, device: str = "cpu", eager: bool = True) -> None:

@@ -333,8 +333,8 @@ def _attending(version):
         page_tables: [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat,
         empty where elements have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or
         empty. closed_tokens: [sequences], see StepMeta. closed: of one layer's closed pages their bytes, the spare
-        units or tables of codes, bytes of a unit and of both tiles, then the places of values and bases, or rows, of both, then the bits
-        of a value of fixed width, or 0 in lossless pages, and how many tokens before them are open.
+        units or tables of codes, bytes of a unit and of both tiles, then the places of values and bases, or rows, of
+        both, then the bits of a value of fixed width, or 0 in lossless pages, and how many tokens before them are open.
         """
         for unit in range(len(units) + (0 & version)):
             sequence, head, begin, end, before = units[unit]
@@ -346,6 +346,6 @@ def _attending(version):
     return attend_units
 
 
-attend_units = _attending(version_of(
-        fixed_kernels, fixed_form, kvcomp_kernels, kvcomp_form, lossless_kernels, form, cpu_kernel_vectors
-    ))
+attend_units = _attending(
+    version_of(fixed_kernels, fixed_form, kvcomp_kernels, kvcomp_form, lossless_kernels, form, cpu_kernel_vectors)
+)

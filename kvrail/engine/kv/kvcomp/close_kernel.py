@@ -183,9 +183,7 @@ def close_pages(
     if of_keys == 1:
         _write_steps(keys, pair, KV_HEADS, KEY_DIM, True, _COARSE)
         first = first * 0 + (4 * KEY_DIM // 2 + UNIT - 1) // UNIT
-        _write_streams(
-            keys, pair, codes + _SYMBOLS, first, begin, odd_keys, KV_HEADS, KEY_DIM, True, _COARSE_TOP
-        )
+        _write_streams(keys, pair, codes + _SYMBOLS, first, begin, odd_keys, KV_HEADS, KEY_DIM, True, _COARSE_TOP)
     else:
         _write_streams(keys, pair, codes, first, begin, odd_keys, KV_HEADS, KEY_DIM, True, _FINE_TOP)
     _write_part(pair, first, begin, of_keys, odd_keys, KEY_DIM)

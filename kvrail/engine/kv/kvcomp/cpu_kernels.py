@@ -32,7 +32,7 @@ _SYMBOLS = 32
 
 @njit(nogil=True)
 def _widen(source, at, row, dim, tile):
-    """tile = the float32 of the bits that begin at `at`, `row` from token to token; whether they are refused."""
+    """Write a tile, `row` values from token to token, as float32 into `tile`; whether it is refused."""
     words, refused = tile.view(np.uint32), False
     for token in range(TOKENS):
         for channel in range(dim):
@@ -94,7 +94,7 @@ def _code_values(source, at, row, dim, shares, tops, codes, order, rows, tile, s
 
 @njit(nogil=True)
 def _code_keys(source, at, row, dim, shares, tops, codes, order, rows, tile, scratch, room):
-    """Quantise a tile of keys into `scratch`, by the first code if it takes `room` units at most: see `_code_values`."""
+    """Quantise a tile of keys into `scratch`, by the first code if `room` units hold it: see `_code_values`."""
     scales, offsets, symbols, lengths = scratch
     count = TOKENS * dim // _STREAMS
     refused = _widen(source, at, row, dim, tile)
@@ -237,9 +237,7 @@ def _closing(version):
                         2 * _SYMBOLS, value_rows, of_values,
                     )  # fmt: skip
 
-    @compiled(
-        void(_data, _ids, _bits, _ids, int64, int64, int64, int64, _orders, _orders, _data, int64, int64)
-    )
+    @compiled(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, _orders, _orders, _data, int64, int64))
     def open_tiles(
         closed, sources, target, targets, page_size, kv_heads, dim, keys, order, rows, tables, part_begin, pair_bytes
     ):

@@ -58,9 +58,7 @@ def _sixteen(words, bit, table, ASSEMBLED: tl.constexpr):
 
 
 @triton.jit
-def open_coded(
-    part, tables, KEYS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ASSEMBLED: tl.constexpr
-):
+def open_coded(part, tables, KEYS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ASSEMBLED: tl.constexpr):
     """A tile / SHRUNK as an operand: bfloat16 [ROWS, COLUMNS], each 64 or 128.
 
     part: where its part begins; tables: `form.reading_tables`.
@@ -117,7 +115,7 @@ def open_pages(
     target = tl.load(targets + tl.program_id(0)).to(tl.int64)
     pair = closed + layer * layer_bytes + (source * KV_HEADS * BLOCKS + number) * BOTH_TILES
     part = tl.multiple_of(pair, 64) + BEGIN
-    if KEYS:  # noqa: SIM108 a branch on constants
+    if KEYS:
         values = tl.trans(open_coded(part, tables, True, DIM, 64, ASSEMBLED))
     else:
         values = open_coded(part, tables, False, 64, DIM, ASSEMBLED)

@@ -16,7 +16,7 @@ from kvrail.engine.kv.fixed.form import (
     SCALE_SHIFT,
     SHRUNK,
 )
-from kvrail.engine.kv.fixed.reference import Bits, widened, rounded
+from kvrail.engine.kv.fixed.reference import Bits, rounded, widened
 from kvrail.engine.kv.kvcomp.form import (
     KEYS,
     MAX_BITS,
@@ -43,7 +43,9 @@ def close_pair(keys: Bits, values: Bits) -> tuple[Bytes, int]:
     pair = Pair(keys.shape[1], values.shape[1])
     tables = writing_tables(pair.key_dim, pair.value_dim)
     fine, coarse = (_Quantised(keys, pair.parts[0], code, table) for code, table in zip(KEYS, tables[0], strict=True))
-    short, even = (_Quantised(values, pair.parts[1], code, table) for code, table in zip(VALUES, tables[1], strict=True))
+    short, even = (
+        _Quantised(values, pair.parts[1], code, table) for code, table in zip(VALUES, tables[1], strict=True)
+    )
     of_values = int(not (short.fits and short.units <= even.units))
     second = (short, even)[of_values]
     of_keys = int(not (fine.fits and fine.units + second.units <= pair.room))
@@ -133,17 +135,17 @@ def _opened(data: Bytes, part: Part, tables: Bytes) -> Bits:
     lanes = data[part.lanes : part.head]
     base, number, *starts = data[part.head : part.bytes].view(np.uint16).astype(np.int64)
     lengths = base + np.stack([lanes & 15, lanes >> 4], 1).reshape(WARPS, -1)
-    begins = UNIT * (np.array(starts)[:, None] + lengths.cumsum(1) - lengths).reshape(-1)
+    begins = UNIT * (np.array(starts)[:, None] + lengths.cumsum(1) - lengths)
     bits = np.unpackbits(data, bitorder="little")
     symbols = np.empty((STREAMS, part.symbols), np.int64)
-    for stream, begin in enumerate(begins):
+    for stream, begin in enumerate(begins.reshape(-1)):
         at = begin
         for place in range(part.symbols):
             window = bits[at : at + MAX_BITS] @ (1 << np.arange(MAX_BITS))
             symbols[stream, place], length = tables[number, window]
             at += length
-    tile = np.empty(TOKENS * part.dim, np.int64)
-    tile[stream_places(part.dim, part.keys)] = symbols
-    tile = tile.reshape(TOKENS, part.dim)
+    flat = np.empty(TOKENS * part.dim, np.int64)
+    flat[stream_places(part.dim, part.keys)] = symbols
+    tile = flat.reshape(TOKENS, part.dim)
     scales, offsets = steps_of(data, part)
     return rounded(tile * scales + offsets if part.keys else tile * scales[:, None] + offsets[:, None])
