@@ -261,7 +261,7 @@ def size_that_fits(
     open_pages = max(min(wanted, plain * 3 // 4), plain // 16)
     if form in CODE_BITS:
         each = lossy.page_bytes(layout, CODE_BITS[form])
-        budget -= lossy.TABLE_BYTES
+        budget -= lossy.table_bytes(layout, CODE_BITS[form])
         open_pages = min(open_pages, budget // (layout.page_bytes + each))
         closed = num_pages = (budget - open_pages * layout.page_bytes) // each
     else:

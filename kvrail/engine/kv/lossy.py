@@ -11,8 +11,6 @@ from kvrail.values.layout import KVLayout
 
 CODE_BITS = {"int8": 8, "int4": 4, "kvcomp": CODED}
 """Bits of a value by a form's name: of a fixed width, or CODED."""
-TABLE_BYTES = 256
-"""The most that a pool takes beside its pages."""
 
 
 def lossy_pages(layout: KVLayout, num_pages: int, bits: int, device: torch.device | str) -> FixedPages | CodedPages:
@@ -23,6 +21,11 @@ def lossy_pages(layout: KVLayout, num_pages: int, bits: int, device: torch.devic
 def page_bytes(layout: KVLayout, bits: int) -> int:
     """Bytes of a closed page over all layers."""
     return kvcomp.page_bytes(layout) if bits == CODED else fixed.page_bytes(layout, bits)
+
+
+def table_bytes(layout: KVLayout, bits: int) -> int:
+    """Bytes that a pool takes beside its pages."""
+    return kvcomp.table_bytes(layout) if bits == CODED else 0
 
 
 def unsupported(layout: KVLayout, bits: int) -> str:

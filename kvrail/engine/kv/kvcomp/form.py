@@ -119,7 +119,7 @@ class Pair:
 
     @property
     def room(self) -> int:
-        """Units of streams that fit. The last word of a pair is none of them: whoever reads a word reads two."""
+        """Units of streams that fit. The last word of a pair is none of them: kernels read words in twos."""
         return (self.bytes - self.streams - 4) * 8 // UNIT
 
 

@@ -117,6 +117,11 @@ def page_bytes(layout: KVLayout) -> int:
     return pairs * Pair(layout.key_dim, layout.value_dim).bytes
 
 
+def table_bytes(layout: KVLayout) -> int:
+    """Bytes of the tables that attention reads."""
+    return reading_tables(layout.key_dim, layout.value_dim).nbytes
+
+
 @functools.cache
 def orders(dim: int, keys: bool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """`form.stream_places`, flat, and the row of each scale, as kernels for CPUs take them."""
