@@ -15,6 +15,7 @@ from kvrail.engine.kv.kvcomp.form import CODED  # noqa: E402
 from kvrail.engine.kv.lossy import CODE_BITS  # noqa: E402
 from tests.fixed.cases import check_kernels  # noqa: E402
 from tests.gpu.test_lossless import PLANS, SHAPES, attend, case_of  # noqa: E402
+from tests.kvcomp.cases import check_both_sides  # noqa: E402
 from tests.lossless.cases import close_case  # noqa: E402
 
 
@@ -22,6 +23,10 @@ from tests.lossless.cases import close_case  # noqa: E402
 @pytest.mark.parametrize(("dims", "page_size"), [((64, 64), 64), ((128, 128), 128), ((64, 128), 64)])
 def test_closing_and_opening(dims: tuple[int, int], page_size: int, bits: int) -> None:
     check_kernels(dims, page_size, bits, "cuda", kvcomp if bits == CODED else fixed)
+
+
+def test_kvcomps_kernels_choose_the_references_codes() -> None:
+    check_both_sides(kvcomp, "cuda", 120)
 
 
 @pytest.mark.parametrize("bits", CODE_BITS.values(), ids=CODE_BITS)

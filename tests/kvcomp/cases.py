@@ -3,7 +3,6 @@
 from types import ModuleType
 
 import numpy as np
-import torch
 
 from kvrail.engine.kv.kvcomp.form import CODED, Pair
 from kvrail.engine.kv.kvcomp.reference import close_pair, code_of
