@@ -9,7 +9,7 @@ from kvrail.errors import ConfigError
 from kvrail.values.kv_cache import LOSSY_FORMS
 
 AUTO = "auto:"
-MEASURE = "kvrail quality --kv-cache int8,int4,kvcomp --json"
+MEASURE = "kvrail quality --kv-cache int8,int4 --json"
 
 
 def form_under(value: str, path: str) -> str:
