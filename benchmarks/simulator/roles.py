@@ -90,7 +90,7 @@ def turns(ways: Sequence[tuple[float, str, str]], begin: float, end: float, wind
 
 
 def sustains(step: Phase, share: float, speed: Speed | None = None) -> bool:
-    """Whether workers of which this share prefill keep up with a phase: the others' queues grow without end."""
+    """Whether workers keep up with a phase if this share of them prefill. If not, queues grow without end."""
     speed = speed or Speed()
     full_s = speed.step_s + MAX_RUNNING * speed.each_s
     decodes = step.rate * step.output_tokens * full_s <= MAX_RUNNING * (1 - share)

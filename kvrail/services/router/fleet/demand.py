@@ -5,7 +5,7 @@ import math
 SECONDS = 10.0
 """Time constant of the mean: longer than a burst, shorter than a change of the load that must be followed."""
 IDLE_S = 2 * SECONDS
-"""After so long without prompts the mean begins again."""
+"""Without prompts for this time, the mean begins again."""
 LEAST_S = 1.0
 """Prompts that have come within a second are those of a second."""
 
