@@ -12,7 +12,7 @@ measure() {
     python -m benchmarks.serving --shape qwen3-8b --device cuda --sampling sampled --goodput ttft:300 tpot:15 \
         --out "$results/$layout" $flags --up "$@"
 }
-flags=${*:---streams 8,64,128 --rounds 6}
+flags=${*:---streams 8,32,64,128 --rounds 20}  # the first seconds of a row still follow the row before
 measure both --prefill-workers 0 --decode-workers 0 --workers 2
 measure pair --prefill-workers 1 --decode-workers 1
 measure whole --prefill-workers 0 --decode-workers 2

@@ -215,6 +215,15 @@ def test_equal_costs_keep_the_way():
     assert _way(_Cost(1, 1.0), _Cost(0, 9.0), HERE) == (APART, "gap")
 
 
+def test_a_rate_is_right_from_the_beginning():
+    rate = TokenRate()
+    for begin in (100.0, 100.0 + 9 * SECONDS):  # and again after a pause
+        for tenth in range(20):
+            rate.add(100, begin + tenth / 10)
+        assert rate.at(begin + 2.0) == pytest.approx(1000, rel=0.1)
+    assert TokenRate().at(5.0) == 0
+
+
 def test_a_rate_follows_the_load():
     rate = TokenRate()
     for tenth in range(400):

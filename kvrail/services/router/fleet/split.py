@@ -2,8 +2,8 @@
 
 Where every worker computes prompts, all sequences wait for them by turns. Where few do, sequences share the others, and
 prompts wait for each other. Which is better depends on the load: it is the shorter mean gap between two tokens, unless
-the prompts are too many for those workers. Between the two there is no better way: a worker that computes the prompts
-of others and decodes beside them delays both.
+the prompts are too many for those workers. A mixture, with workers that compute the prompts of others and decode beside
+them, was worse than either (docs/decisions/0039-split-of-roles.md).
 """
 
 import math
