@@ -70,6 +70,11 @@ class FixedPages:
         layout = self.layout
         return FixedLayer(self.pages[index], layout.key_dim, layout.value_dim, self.bits, layout.page_size)
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What attention reads of the pool, by name."""
+        return {"closed": self.pages}
+
     def close(
         self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
