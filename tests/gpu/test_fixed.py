@@ -9,10 +9,13 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
+from kvrail.engine.kv.closing_cache import PoolSize, closing_cache  # noqa: E402
 from kvrail.engine.kv.fixed import cuda as fixed  # noqa: E402
 from kvrail.engine.kv.kvcomp import cuda as kvcomp  # noqa: E402
 from kvrail.engine.kv.kvcomp.form import CODED  # noqa: E402
 from kvrail.engine.kv.lossy import CODE_BITS  # noqa: E402
+from kvrail.engine.kv.slots import Closing  # noqa: E402
+from kvrail.values.layout import KVLayout  # noqa: E402
 from tests.fixed.cases import check_kernels  # noqa: E402
 from tests.gpu.test_lossless import PLANS, SHAPES, attend, case_of  # noqa: E402
 from tests.kvcomp.cases import check_both_sides  # noqa: E402
@@ -39,3 +42,16 @@ def test_the_same_bits(plan: list, shape: dict, bits: int) -> None:
         closed, tokens = close_case(copy.deepcopy(case), pages, code_bits=bits, opened=opened.pages)
         found, wanted = attend(closed, tokens), attend(opened)
         assert wanted.isfinite().all() and torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+
+
+@pytest.mark.parametrize("form", ["lossless", *CODE_BITS])
+def test_the_host_waits_for_no_closing(form: str) -> None:
+    cache = closing_cache(KVLayout(2, 2, 64, 64, 64, "bfloat16"), PoolSize(8, 4, form), "cuda")
+    cache.rehearse()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outcome = cache.close(Closing([1], [1], []))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    outcome.known(wait=True)
+    assert outcome.failed == [0]
