@@ -75,13 +75,18 @@ def open_coded(part, tables, KEYS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
     starts = tl.load(head + 2 + warp).to(tl.int32)
     bit = UNIT * (starts + tl.cumsum(units, 1) - units)
     table = tables.to(tl.pointer_type(tl.uint16)) + _TABLE * (tl.load(head + 1).to(tl.int32) + (0 if KEYS else 2))
-    first, bit = _sixteen(words, bit, table, ASSEMBLED)
-    second, bit = _sixteen(words, bit, table, ASSEMBLED)
+    first = tl.zeros([4, 32, 4], tl.uint32)
+    second, third, fourth = first, first, first
     if ROWS * COLUMNS == 64 * 128:
-        third, bit = _sixteen(words, bit, table, ASSEMBLED)
-        fourth, bit = _sixteen(words, bit, table, ASSEMBLED)
+        for half in range(2):  # a loop: Triton's compiler takes cubically long for a line of loads
+            third, bit = _sixteen(words, bit, table, ASSEMBLED)
+            fourth, bit = _sixteen(words, bit, table, ASSEMBLED)
+            first, second = tl.where(half == 0, third, first), tl.where(half == 0, fourth, second)
         codes = tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), (3, 4, 0, 1, 2))
     else:
+        for half in range(2):
+            second, bit = _sixteen(words, bit, table, ASSEMBLED)
+            first = tl.where(half == 0, second, first)
         codes = tl.permute(tl.join(first, second), (3, 0, 1, 2))
     codes = tl.reshape(codes, [COLUMNS // 32, ROWS // 64, 4, 8, 4, 4])
     return tl.reshape(values_of_bytes(codes, both, ROWS, ASSEMBLED), [ROWS, COLUMNS])
