@@ -191,6 +191,9 @@ bench-attention-error: $(VENV)/.dev  ## error of attention's outputs after each 
 bench-kvcomp-points: $(VENV)/.dev  ## what KVComp costs the demo model at other scales and granularities
 	$(BIN)/python -m benchmarks.kvcomp_points $(ARGS)
 
+bench-kvcomp-figures: $(VENV)/.bench  ## KVComp's Figures 7 and 8 on the demo model
+	$(BIN)/python -m benchmarks.kvcomp_figures $(ARGS)
+
 bench-progressive: $(VENV)/.dev  ## when a client has the k-th token behind a slow link, drafted and verified; needs root
 	$(BIN)/python -m benchmarks.progressive $(ARGS)
 
