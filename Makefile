@@ -54,8 +54,11 @@ $(VENV)/.bench: $(SOURCES) | $(BIN)/python
 up: $(VENV)/.worker  ## a cluster with the demo model on this machine, on http://127.0.0.1:8000
 	@exec $(BIN)/kvrail up $(ARGS)
 
-test: lint  ## everything that CI checks, but for the compose cluster; one process a core, each with one thread
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+# Half of a test's time is waiting for others, on average: three processes on two cores, each with one thread.
+PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() * 3 // 2))')
+
+test: lint  ## everything that CI checks, but for the compose cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-heavy: $(VENV)/.dev  ## kernels on large pages in Triton's interpreter; minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m heavy -n auto --maxprocesses 8 $(ARGS)
@@ -193,6 +196,9 @@ bench-attention-error: $(VENV)/.dev  ## error of attention's outputs after each 
 
 bench-kvcomp-points: $(VENV)/.dev  ## what KVComp costs the demo model at other scales and granularities
 	$(BIN)/python -m benchmarks.kvcomp_points $(ARGS)
+
+bench-kvcomp-figures: $(VENV)/.bench  ## KVComp's Figures 7 and 8 on the demo model
+	$(BIN)/python -m benchmarks.kvcomp_figures $(ARGS)
 
 bench-progressive: $(VENV)/.dev  ## when a client has the k-th token behind a slow link, drafted and verified; needs root
 	$(BIN)/python -m benchmarks.progressive $(ARGS)

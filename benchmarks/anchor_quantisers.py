@@ -130,14 +130,20 @@ def uniform(bits: int, axis: int) -> Quantiser:
 
 
 def _uniform(x: torch.Tensor, bits: int, axis: int) -> Coarse:
-    pages = _pages(x).float()
-    low = pages.amin(axis, keepdim=True)
-    step = (pages.amax(axis, keepdim=True) - low) / (2**bits - 1)
-    low, step = low.half().float(), step.half().float().clamp_min(2**-24)
-    level = ((pages - low) / step).round().clamp(0, 2**bits - 1)
-    rebuilt = _unpaged((low + level * step).bfloat16(), x)
-    size = bits + 32 / pages.shape[axis]
+    rebuilt, size = min_max(x, bits, axis)
     return Coarse(rebuilt, size, size + residual_entropy(x, rebuilt))
+
+
+def min_max(x: torch.Tensor, bits: int, axis: int, group: int | None = None) -> tuple[torch.Tensor, float]:
+    """What `uniform` leaves, and its bits a value; group: of KIVI, values along `axis` that share a scale."""
+    pages = _pages(x).float()
+    group = group or pages.shape[axis]
+    groups = torch.unflatten(pages, axis, (-1, group))
+    low = groups.amin(axis + 1, keepdim=True)
+    step = (groups.amax(axis + 1, keepdim=True) - low) / (2**bits - 1)
+    low, step = low.half().float(), step.half().float().clamp_min(2**-24)
+    level = ((groups - low) / step).round().clamp(0, 2**bits - 1)
+    return _unpaged((low + level * step).bfloat16(), x), bits + 32 / group
 
 
 def error_bounded(relative: float, axis: int) -> Quantiser:

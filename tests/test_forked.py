@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from kvrail import __version__
-from tests.forked import ROOT, Forked, ForkingPopen, parsed
+from tests.forked import ROOT, Forked, parsed
 
 
 def test_its_output_and_status_are_the_commands(tmp_path):
@@ -44,15 +44,14 @@ def test_its_environment_files_and_signals_are_its_own(tmp_path):
     both[1].kill()  # nothing more happens
 
 
-def test_the_child_of_a_fork_ignores_what_an_interpreter_ignores():
+def test_the_child_of_a_fork_ignores_what_an_interpreter_ignores(tmp_path):
     """subprocess gives a child's signals back to the system, and an interpreter takes some of them again."""
-    command, own = [sys.executable, "-m", "tests.own"], {**os.environ, "OWN": "1"}
-    told = []
-    for kind in (subprocess.Popen, ForkingPopen):
-        with kind(command, stdout=subprocess.PIPE, text=True, env=own, cwd=ROOT) as child:
-            told += [line for line in iter(child.stdout.readline, ".\n") if line.startswith("SigIgn")]
-            child.kill()
-    assert int(told[0].split()[1], 16) & 1 << signal.SIGPIPE - 1 and told[0] == told[1]
+    environment, forked = {**os.environ, "OWN": "1"}, tmp_path / "forked"
+    assert Forked(["child"], forked, "tests.own", environment).wait(60) == 0
+    command = [sys.executable, "-m", "tests.own", "child"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    wanted, found = (re.findall(r"SigIgn:\s+(\w+)", text) for text in (done.stdout, forked.read_text()))
+    assert found == wanted and int(*found, 16) & 1 << signal.SIGPIPE - 1
 
 
 @pytest.mark.parametrize(

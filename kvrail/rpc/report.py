@@ -1,4 +1,4 @@
-"""What a worker's status carries of its metrics, for the router's status page."""
+"""What a worker's status carries of its metrics, for the router."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,9 @@ RAW_BYTES, PAYLOAD_BYTES = "kvrail_kv_raw_bytes_total", "kvrail_kv_payload_bytes
 PROPOSED, ACCEPTED = "kvrail_engine_drafts_proposed_total", "kvrail_engine_drafts_accepted_total"
 QUERIED = "kvrail_engine_prefix_cache_queried_tokens_total"
 FOUND = "kvrail_engine_prefix_cache_hit_tokens_total"
+PROMPTS = "kvrail_engine_prompt_tokens_total"
 LINKS, COMPILING = "kvrail_kv_link_bytes_per_second", "kvrail_codec_compiling"
-SERIES = (RAW_BYTES, PAYLOAD_BYTES, PROPOSED, ACCEPTED, QUERIED, FOUND, LINKS, COMPILING)
+SERIES = (RAW_BYTES, PAYLOAD_BYTES, PROPOSED, ACCEPTED, QUERIED, FOUND, PROMPTS, LINKS, COMPILING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Device:
 
 
 def report_of(registry: CollectorRegistry, device: Device) -> common_pb2.WorkerReport:
-    """Bytes received by codec, drafts, prefix cache, links and compiling codecs, as `registry` has them; the device.
+    """What `registry` has of received bytes by codec, drafts, prefix cache, prompts, links and codecs; the device.
 
     Codecs that moved nothing are left out.
     """
@@ -47,4 +48,5 @@ def report_of(registry: CollectorRegistry, device: Device) -> common_pb2.WorkerR
         device=device.name,
         memory_used=device.used,
         memory_total=device.total,
+        prompt_tokens=int(now.total(PROMPTS)),
     )

@@ -24,6 +24,8 @@ NO_LOSS = ("upgrades", "slow links")
 chaos = pytest.mark.chaos
 
 
+ALWAYS = ("everything", BOTH)
+"""Scenarios of `make test`; the others are those of `make chaos`."""
 IN_ONE_MACHINE = ("kills", "prefill kills", "stops", "upgrades", BOTH)
 """Scenarios in which no link is harmed: UCX finds a way between processes of one machine that passes none."""
 
@@ -32,8 +34,7 @@ IN_ONE_MACHINE = ("kills", "prefill kills", "stops", "upgrades", BOTH)
 @pytest.mark.parametrize(
     ("name", "transport"),
     [
-        ("everything", "tcp"),
-        *(pytest.param(name, "tcp", marks=chaos) for name in SCENARIOS if name != "everything"),
+        *(pytest.param(name, "tcp", marks=() if name in ALWAYS else chaos) for name in SCENARIOS),
         *(pytest.param(name, "ucx", marks=chaos) for name in IN_ONE_MACHINE),
     ],
 )

@@ -30,6 +30,7 @@ async def test_pages_are_reported_under_the_names_that_the_router_gives_them():
         assert len(DIGESTS) == 3
         assert all(digest in pages for digest in DIGESTS for pages in (decode, prefill))
         assert (await c.ask(PROMPT)).summary.cached_tokens == 192
+        assert worker.reporter({}, []).report(prefill.question()).report.prompt_tokens == 200 + 8  # then the last page
         assert worker.engine.step_cost.prefill.each > 0
         assert (await c.client.get_status(timeout_s=10)).step_cost.decode_each > 0
         for number in range(100, 110):  # what is not used any more goes

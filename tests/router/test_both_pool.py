@@ -1,5 +1,7 @@
 """Workers of both roles in the router's pool."""
 
+import pytest
+
 from kvrail.config.settings import RouterSettings
 from kvrail.services.router.fleet.policy import WorkerState
 from kvrail.services.router.fleet.worker import BothWorker
@@ -44,6 +46,38 @@ async def test_who_says_what_cannot_be_does_not_start_any_more():
         worker.lost("the peer says that it only prefills", wrong=True)
         found.reconsider()
         assert worker.state is WorkerState.INCOMPATIBLE and "only prefills" in worker.detail
+    finally:
+        await found.close()
+
+
+async def test_prompts_of_other_routers_count(monkeypatch):
+    found = pool(workers="a:1")
+    found.start()
+    (worker,) = found.workers
+    now, instance = 100.0, 1
+    monkeypatch.setattr("kvrail.services.router.fleet.worker.monotonic", lambda: now)
+
+    async def say(computed: int) -> float:
+        async def status(*_, **__):
+            report = common_pb2.WorkerReport(prompt_tokens=computed)
+            return common_pb2.WorkerStatus(instance=instance, report=report, roles=["prefill", "decode"])
+
+        monkeypatch.setattr(worker._client, "get_status", status)
+        await worker.ask()
+        return worker.load().tokens_per_s
+
+    try:
+        assert await say(10**6) == 0  # what was computed before this router came
+        for second in range(1, 31):
+            now += 1
+            worker.compute(300)  # of ours
+            rate = await say(10**6 + 1000 * second)
+        assert rate == pytest.approx(1000, rel=0.1)
+        instance = 2  # a new process counts anew
+        assert await say(50_000) <= rate
+        now += 1
+        worker.compute(5000)  # more than it can compute
+        assert await say(50_100) > 750
     finally:
         await found.close()
 

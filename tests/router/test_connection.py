@@ -119,22 +119,23 @@ async def test_a_request_that_waits_for_its_answer_has_no_deadline_of_a_connecti
         writer.close()
 
 
-async def test_a_client_that_reads_nothing_loses_its_place(tokenizer: Tokenizer):
+async def test_a_client_that_reads_nothing_loses_its_place(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture):
     async def much(worker, request):
-        while True:
-            yield decode_pb2.GenerateReply(token_ids=[10], text="x" * 8000)
+        for _ in range(request.sampling.max_tokens):
+            yield decode_pb2.GenerateReply(token_ids=[10], text="x" * 80_000)
             await asyncio.sleep(0.001)
 
     async with run_cluster(tokenizer, client_timeout_s=0.3) as cluster:
         worker = cluster.decode[0]
         worker.script = much
         reading = socket.create_connection(("127.0.0.1", int(cluster.url.rpartition(":")[2])))
-        body = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
+        body = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 500}).encode()
         reading.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
         await until(lambda: cluster.service.admission.active == 1)
         await until(lambda: cluster.service.admission.active == 0)
         await worker.cancelled.wait()
         await until(lambda: not cluster.server.server_state.connections)
+        assert "a client read nothing for 0.3 s; its connection ends" in caplog.text
         reading.close()
 
 

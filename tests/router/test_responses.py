@@ -177,7 +177,9 @@ async def test_cancel_before_there_is_any_output(tokenizer: Tokenizer):
             assert (created.response.output, created.response.status) == ([], "in_progress")
             return stream, created.response.id
 
-        (computing, first), (waiting, second) = await begun(), await begun()
+        computing, first = await begun()
+        await until(lambda: len(worker.requests) == 1)
+        waiting, second = await begun()
         assert len(worker.requests) == 1 and not worker.cancelled.is_set()
         for stream, response_id in ((waiting, second), (computing, first)):
             assert not worker.cancelled.is_set()

@@ -189,7 +189,7 @@ class CodecBytes(_message.Message):
     def __init__(self, codec: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("received", "drafts_proposed", "drafts_accepted", "link_bytes_per_s", "prefix_queried_tokens", "prefix_hit_tokens", "compiling", "device", "memory_used", "memory_total")
+    __slots__ = ("received", "drafts_proposed", "drafts_accepted", "link_bytes_per_s", "prefix_queried_tokens", "prefix_hit_tokens", "compiling", "device", "memory_used", "memory_total", "prompt_tokens")
     class LinkBytesPerSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,7 @@ class WorkerReport(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_USED_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     received: _containers.RepeatedCompositeFieldContainer[CodecBytes]
     drafts_proposed: int
     drafts_accepted: int
@@ -217,7 +218,8 @@ class WorkerReport(_message.Message):
     device: str
     memory_used: int
     memory_total: int
-    def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., compiling: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., memory_used: _Optional[int] = ..., memory_total: _Optional[int] = ...) -> None: ...
+    prompt_tokens: int
+    def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., compiling: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., memory_used: _Optional[int] = ..., memory_total: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "kv_events", "step_cost", "max_batch_tokens", "metrics_port", "mixed_batch_tokens", "roles", "kv_cache", "kv_in_clear", "report")

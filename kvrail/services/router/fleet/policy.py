@@ -66,7 +66,7 @@ class Load:
     adds to each step; 0: not measured. step_tokens: most tokens of one step; 0: not known. fetch_s: seconds per token
     until the KV of a prompt has come from another worker; step_s: seconds of a step that only decodes, beside
     sequence_s for each sequence; 0: not measured. chunk_tokens: tokens of a step in which sequences decode beside
-    prompts; 0: not known. tokens_per_s: of prompts that it was given to compute lately.
+    prompts; 0: not known. tokens_per_s: of prompts that it was given to compute lately, by any router.
     """
 
     requests: int = 0

@@ -53,7 +53,8 @@ class Worker:
         self._client = client
         self.requests = self.backlog = 0
         self._began = 0.0  # when it began with the backlog
-        self._given = TokenRate()
+        self._given = TokenRate()  # tokens of our prompts
+        self._computed, self._total = TokenRate(), 0  # of all routers' prompts, as its statuses count them
         self.refused = False
         self.pages = WorkerPages()
         self._sequences = self._places = 0  # of our requests; places: computed at once
@@ -69,7 +70,7 @@ class Worker:
         try:
             answer = await self._client.get_status(self.pages.question(), timeout_s=STATUS_TIMEOUT_S)
             check_status(answer, PAGES_A_LOOK)
-            self._take_pages(answer)
+            self._take_changes(answer)
         except KvrailError as error:
             self.lost(str(error), wrong=isinstance(error, IncompatibleError))
             return
@@ -79,11 +80,17 @@ class Worker:
         self.vocab_size, self.kv_cache = answer.model.vocab_size, answer.kv_cache
         self.answered, self._last_answer = True, monotonic()
 
-    def _take_pages(self, answer: common_pb2.WorkerStatus) -> None:
-        """Take in KV events; a new process starts with none. Raises IncompatibleError for too many pages."""
-        known = answer.instance == self._instance
+    def _take_changes(self, answer: common_pb2.WorkerStatus) -> None:
+        """Take in KV events and computed tokens since the last status; a new process starts with none.
+
+        Raises IncompatibleError for too many pages.
+        """
+        known, total = answer.instance == self._instance, answer.report.prompt_tokens
         if not known:
             self._instance, self.breaker = answer.instance, Breaker()
+        elif total > self._total:
+            self._computed.add(total - self._total, monotonic())
+        self._total = total
         if known and answer.HasField("kv_events"):
             self.pages.take(answer.kv_events, answer.pages_total)
         else:
@@ -156,7 +163,7 @@ class Worker:
             fetch_s=costs.fetch_each,
             step_s=costs.decode_base,
             chunk_tokens=answer.mixed_batch_tokens,
-            tokens_per_s=self._given.at(monotonic()),
+            tokens_per_s=max(self._given.at(monotonic()), self._computed.at(monotonic())),
         )
 
     async def close(self) -> None:
