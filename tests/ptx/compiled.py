@@ -3,6 +3,7 @@
 The tests' process has Triton's interpreter in place of its compiler, so that `in_a_child` runs a function in another.
 """
 
+import ast
 import contextlib
 import ctypes
 import importlib
@@ -27,7 +28,7 @@ Edit = Callable[[str], str]
 def in_a_child(function: Callable[..., object], *args: object, cache: Path) -> None:
     """Call a module's `function` where Triton compiles. Raises AssertionError where it fails.
 
-    args: what `repr` writes and Python reads again; cache: a folder for what is compiled.
+    args: what `ast.literal_eval` reads; cache: a folder for what is compiled.
     """
     name, text = f"{function.__module__}:{function.__name__}", repr(args)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -96,7 +97,7 @@ def region_of(argument: object) -> Region | None:
 
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
-    getattr(importlib.import_module(module), name)(*eval(sys.argv[2]))
+    getattr(importlib.import_module(module), name)(*ast.literal_eval(sys.argv[2]))
 
 
 if __name__ == "__main__":

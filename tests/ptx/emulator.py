@@ -18,6 +18,8 @@ from tests.ptx.memory import Indices, Mask, Region
 WARP = 32
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
 """In registers of threads that have written none."""
+ACCESSED = {"param", "global", "shared", "shared::cta", "v2", "v4"}
+"""Flags of loads and stores."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Program:
         if found is None:
             raise Fault("no kernel")
         head, bounds, body = found.groups()
-        threads = re.search(r"\.reqntid (\d+)", bounds)
+        threads = int(bounds.partition(".reqntid ")[2].split()[0])
         code: list[Instruction] = []
         labels, widths = {}, {}
         for text in _statements(body):
@@ -52,7 +54,7 @@ class Program:
                 code.append(Instruction.parse(text))
                 _check(code[-1])
         params = tuple(re.findall(r"\w+_param_\d+", head))
-        return cls(params, int(threads[1]), tuple(code), labels, widths, shared)
+        return cls(params, threads, tuple(code), labels, widths, shared)
 
 
 def _statements(body: str) -> list[str]:
@@ -69,7 +71,7 @@ def _check(it: Instruction) -> None:
     """Raises Fault where an instruction is not known."""
     if it.name in COMPUTED:
         instructions.check(it)
-    elif it.name not in EFFECTS:
+    elif it.name not in EFFECTS or (it.name in ("ld", "st") and not ACCESSED.issuperset(it.flags)):
         raise it.unknown()
 
 
@@ -125,7 +127,8 @@ class Block:
         """Threads for which an instruction runs."""
         if not it.guard:
             return np.ones(len(self.threads), bool)
-        return (self.value(it.guard) == 0) if it.negated else (self.value(it.guard) != 0)
+        taken: Mask = self.value(it.guard) != 0
+        return ~taken if it.negated else taken
 
     def locate(self, it: Instruction, operand: str, size: int, active: Mask) -> tuple[Region, Indices]:
         """The memory that active threads name, and their offsets in it, [active]; size: bytes of each."""

@@ -127,9 +127,10 @@ def _arithmetic(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
 
 @computes("mul mad fma", "rn lo wide hi")
 def _multiply(it: Instruction, a: Values, b: Values, c: Values | None = None) -> npt.NDArray[Any]:
-    if (it.name == "fma") != (it.kind == "bf16" and c is not None) or ("hi" in it.flags and it.bits > 32):
+    named = {"f32": ("mul",), "bf16": ("mul", "fma")}.get(it.kind, ("mul", "mad"))
+    if it.name not in named or ("hi" in it.flags and it.bits > 32):
         raise it.unknown()
-    product = numbers(it, a) * numbers(it, b)
+    product: npt.NDArray[Any] = numbers(it, a) * numbers(it, b)
     if it.kind == "bf16":
         return bits_of(it, product if c is None else product + numbers(it, c))
     if it.kind == "f32":
@@ -142,6 +143,8 @@ def _multiply(it: Instruction, a: Values, b: Values, c: Values | None = None) ->
 @computes("min max")
 def _extreme(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
     """Of a number and NaN the number, of both zeros the one that its sign says."""
+    if it.kind == "bf16":
+        raise it.unknown()
     lower = it.name == "min"
     first, second = numbers(it, a), numbers(it, b)
     if it.kind != "f32":
@@ -216,7 +219,7 @@ def _compare(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
     differ = {"neu": np.not_equal} if it.kind == "f32" else {"ne": np.not_equal}
     if name not in COMPARED | differ:
         raise it.unknown()
-    return (COMPARED | differ)[name](numbers(it, a), numbers(it, b))
+    return np.asarray((COMPARED | differ)[name](numbers(it, a), numbers(it, b)))
 
 
 @computes("selp")
