@@ -67,6 +67,7 @@ def open(
             pool[0].numel(),
             closed.spare.shape[1],
             **_constants(closed, kind),
+            ASSEMBLED=isinstance(open_pages, triton.JITFunction),
         )
 
 
@@ -90,5 +91,4 @@ def _constants(closed: ClosedPages, keys: bool) -> dict[str, Any]:
         "BEGIN": 0 if keys else Tile(layout.key_dim).bytes,
         "BOTH_TILES": both,
         "KEYS": keys,
-        "ASSEMBLED": isinstance(open_pages, triton.JITFunction),
     }
