@@ -13,9 +13,11 @@ import pytest
 
 from benchmarks.link import once_compiled
 from kvrail.errors import ConfigError
-from kvrail.telemetry.moments import Timeline
-from kvrail.telemetry.spans import Span
+from kvrail.services.prefill.trace import PROCESS, PrefillTrace
+from kvrail.telemetry.moments import Moment, Timeline
+from kvrail.telemetry.spans import Span, SpanLog
 from kvrail.telemetry.tracing import MAX_GROUPS, Tracing
+from kvrail.wire.v1 import prefill_pb2
 from tests.e2e.processes import Processes
 from tests.models import tiny_model
 from tests.tracing.collector import Collector
@@ -180,6 +182,29 @@ def test_groups_of_layers_are_few_and_nothing_is_lost(collector):
     assert sum(span.attributes["kvrail.frames"] for span in sent) == 80
     assert sum(span.attributes["kvrail.bytes"] for span in sent) == sum(range(80))
     assert sent[0].name == "send 0-2"
+
+
+@pytest.mark.parametrize("sent", [2.0, 3.0])
+def test_a_prefill_ends_with_its_last_part(collector, sent):
+    """Frames may have left before the loop hears that the prompt is computed."""
+    tracing, now = Tracing.start(collector.endpoint, "prefill"), 0.0
+    timeline = Timeline(lambda: now)
+    spans = SpanLog(PROCESS, timeline)
+    trace = PrefillTrace.begin(tracing, "m", prefill_pb2.PrefillRequest(request_id=f"{sent}"), timeline)
+    with trace.following(spans):
+        now = 1.0
+        timeline.mark(Moment.PREFILL_STARTED)
+        for now in (2.0, 3.0):
+            if now == sent:
+                spans.add("send", "layers 0-0, pages 0-0", 0.5)
+            else:
+                timeline.mark(Moment.PREFILL_FINISHED)
+        now = 9.0
+    tracing.close()
+    (whole,) = (span for span in collector.spans if span.attributes.get("kvrail.request_id") == f"{sent}")
+    parts = [span for span in collector.spans if span.parent == whole.span_id]
+    assert len(parts) == 3 and whole.end == max(part.end for part in parts)
+    assert whole.end - whole.begin == pytest.approx(3e9, rel=1e-3)
 
 
 def test_without_an_endpoint_no_exporter_is_imported():

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvrail.telemetry.moments import Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.telemetry.tracing import Attribute, Hop, Tracing
 from kvrail.wire.v1 import prefill_pb2
@@ -16,8 +16,8 @@ PARTS = {"prefill_queue": "queue", "prefill": "prefill"}
 class PrefillTrace:
     """One prefill's part of a request's trace."""
 
-    def __init__(self, hop: Hop) -> None:
-        self._hop = hop
+    def __init__(self, hop: Hop, timeline: Timeline) -> None:
+        self._hop, self._timeline = hop, timeline
 
     @classmethod
     def begin(
@@ -33,7 +33,7 @@ class PrefillTrace:
             "kvrail.held_pages": request.handshake.held_pages,
         }
         hop = tracing.hop("prefill", request.trace_context, timeline, attributes)
-        return cls(hop) if hop.recorded else None
+        return cls(hop, timeline) if hop.recorded else None
 
     @contextmanager
     def following(self, spans: SpanLog | None) -> Iterator[None]:
@@ -48,6 +48,7 @@ class PrefillTrace:
             self._hop.parts(PARTS)
             found = [] if spans is None else spans.all()
             self._hop.transfer(PROCESS, found)
-            # Behind the last frame pages are given back, which is no part of the request.
-            last = max((span.begin + span.seconds for span in found), default=None)
+            # Behind the last frame and the first token pages are given back, which is no part of the request.
+            finished = self._timeline.get(Moment.PREFILL_FINISHED) or 0.0
+            last = max((finished, *(span.begin + span.seconds for span in found))) if found else None
             self._hop.end({}, error, None if error else last)
