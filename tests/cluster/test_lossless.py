@@ -112,5 +112,5 @@ async def test_many_at_once_over_few_pages():
         async with cluster(folder(), **forms(form, form) | {"num_pages": 32, "max_model_len": 768}) as c:
             found.append(await asyncio.gather(*(ask(c, *each) for each in enumerate(asked))))
             await c.settled()
-            assert form == "plain" or min(closed(worker) for worker in (c.decode, *c.prefills.values())) > 20
+            assert form == "plain" or min(closed(worker) for worker in (c.decode, *c.prefills.values())) > 4
     assert found[0] == found[1]
