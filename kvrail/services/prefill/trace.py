@@ -50,5 +50,5 @@ class PrefillTrace:
             self._hop.transfer(PROCESS, found)
             # Behind the last frame and the first token pages are given back, which is no part of the request.
             finished = self._timeline.get(Moment.PREFILL_FINISHED) or 0.0
-            last = max((finished, *(span.begin + span.seconds for span in found))) if found else None
+            last = max(finished, *(span.begin + span.seconds for span in found)) if found else None
             self._hop.end({}, error, None if error else last)
