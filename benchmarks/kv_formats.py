@@ -1,12 +1,12 @@
 """Decode attention over closed pages beside bfloat16 pages, and the rates of closing and opening, on a GPU.
 
-    python -m benchmarks.kv_formats [--forms lossless,int8,int4] [--escapes 0,1e-4,1e-3] [--loads 64x2048,1x32768]
-        [--sweep] [--no-rates]
+    python -m benchmarks.kv_formats [--forms lossless,int8,int4,kvcomp] [--escapes 0,1e-4,1e-3]
+        [--loads 64x2048,1x32768] [--sweep] [--no-rates]
 
 One layer of Qwen3-8B's shape: 32 heads over 8 KV heads of 128, pages of 64 tokens. KV is drawn: normal, each channel of
 another scale, and a share of values so small that they are escapes, beside some 5e-5 that are so by themselves. Each
 time is the median of replays of a captured graph whose launches go over several layers, so that no cache holds their
-pages. Both kernels must give the same bits, or the benchmark fails; beside int8 and int4 pages, whose sequences begin
+pages. Both kernels must give the same bits, or the benchmark fails; beside lossy pages, whose sequences begin
 with an open page, bfloat16 pages hold what these give opened. --sweep: also other launch parameters.
 """
 
@@ -23,15 +23,17 @@ from triton.runtime.errors import OutOfResources
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention
 from kvrail.engine.kv.fixed.pages import FixedPages
-from kvrail.engine.kv.fixed.pages import page_bytes as fixed_page_bytes
 from kvrail.engine.kv.formats import LayerPages
+from kvrail.engine.kv.kvcomp.pages import CodedPages
 from kvrail.engine.kv.lossless.form import GROUPS, RAW, SLOTS, TOKENS, Tile
 from kvrail.engine.kv.lossless.pages import ClosedPages, page_bytes
+from kvrail.engine.kv.lossy import CODE_BITS, lossy_pages
+from kvrail.engine.kv.lossy import page_bytes as lossy_page_bytes
 from kvrail.values.layout import KVLayout
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-FORMS = {"lossless": 0, "int8": 8, "int4": 4}
-"""Bits of a value of fixed width."""
+FORMS = {"lossless": 0, **CODE_BITS}
+"""Bits that attention knows a lossy form by."""
 LOADS = "64x2048,32x8192,8x32768,1x32768"
 _DISTINCT = 256
 """Pages that are drawn; pools repeat them."""
@@ -114,16 +116,16 @@ class Load:
         return float((words[..., -GROUPS * SLOTS] & RAW).ne(0).float().mean())
 
 
-def pool_of(form: str, layers: int, pages: int, units: int, device: str) -> ClosedPages | FixedPages:
+def pool_of(form: str, layers: int, pages: int, units: int, device: str) -> ClosedPages | FixedPages | CodedPages:
     """A pool of closed pages. units: spare units, of lossless ones."""
     layout, width = layout_of(layers), FORMS[form]
-    return FixedPages(layout, pages, width, device) if width else ClosedPages(layout, pages, units, device)
+    return lossy_pages(layout, pages, width, device) if width else ClosedPages(layout, pages, units, device)
 
 
 def bits_of(form: str) -> float:
     """Bits a value."""
     layout, width = layout_of(1), FORMS[form]
-    return 16 * (fixed_page_bytes(layout, width) if width else page_bytes(layout)) / layout.page_bytes
+    return 16 * (lossy_page_bytes(layout, width) if width else page_bytes(layout)) / layout.page_bytes
 
 
 def layout_of(layers: int) -> KVLayout:

@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 ExactForm = Literal["plain", "lossless"]
-LossyForm = Literal["int8", "int4"]
+LossyForm = Literal["int8", "int4", "kvcomp"]
 Asked = Literal["", "exact", ExactForm, LossyForm]
 """What a request may ask for: any form, any exact one, or one by its name."""
 

@@ -143,35 +143,38 @@ def demo():
 
 
 def forms(loaded):
-    return [AtRest(name, width, loaded.layout) for name, width in PAGE_FORMS.items()]
+    return [AtRest(name, loaded.layout) for name in PAGE_FORMS]
 
 
-def test_pages_of_fixed_width_cost_the_demo_model_little(demo):
+def test_lossy_pages_cost_the_demo_model_little(demo):
     loaded, given = demo
-    plain, eight, four = measure(loaded, given, 128, forms(loaded)).figures
+    plain, eight, four, coded = measure(loaded, given, 128, forms(loaded)).figures
     assert (plain.name, plain.bits, plain.kl, plain.top1) == ("plain pages", 16.0, 0.0, 1.0)
     assert eight.bits == 8.5 and eight.top1 >= 0.98 and 0 < eight.kl < 1e-4
     assert four.bits == 4.5 and four.top1 >= 0.95 and eight.kl < four.kl < 5e-3
+    assert coded.bits == 4.25 and coded.top1 >= 0.95 and four.kl < coded.kl < 1e-2
 
 
-def test_the_first_page_is_exact_and_one_that_cannot_be_closed_stays_open():
+@pytest.mark.parametrize("form", ["int4", "kvcomp"])
+def test_the_first_page_is_exact_and_one_that_cannot_be_closed_stays_open(form):
     layout = KVLayout(2, 3, 64, 64, 64, "bfloat16")
     block = Block(*(torch.randn(2, 4, 64, 3, 64).bfloat16() for _ in range(2)))
     block.keys[1, 2, 5, 0, 7] = float("inf")
     before = [each.clone() for each in block.tensors()]
-    AtRest("int4", 4, layout).pass_through(PagedBlock.whole(block))
+    AtRest(form, layout).pass_through(PagedBlock.whole(block))
     for old, new in zip(before, block.tensors(), strict=True):
         assert [torch.equal(old[:, page], new[:, page]) for page in range(4)] == [True, False, True, False]
 
 
-def test_large_channels_of_the_keys_cost_pages_of_int4_no_more():
+@pytest.mark.parametrize("form", ["int4", "kvcomp"])
+def test_large_channels_of_the_keys_cost_pages_no_more(form):
     """Each row of a tile of keys is a channel: a factor of its own changes no code, but its rounding."""
     layout = KVLayout(1, 2, 64, 64, 64, "bfloat16")
     keys, values = (torch.randn(1, 2, 64, 2, 64).bfloat16() for _ in range(2))
     factor = torch.where(torch.arange(64) % 16 == 0, 16.0, 1.0).bfloat16()
     plain, wide = Block(keys.clone(), values.clone()), Block(keys * factor, values.clone())
     for block in (plain, wide):
-        AtRest("int4", 4, layout).pass_through(PagedBlock.whole(block))
+        AtRest(form, layout).pass_through(PagedBlock.whole(block))
     assert torch.equal(plain.keys * factor, wide.keys)
     assert not torch.equal(plain.keys, keys)
 

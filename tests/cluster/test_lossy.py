@@ -29,10 +29,13 @@ def lossy(form="int4", **changes):
 
 @pytest.fixture(scope="module")
 def known():
+    return said("int4", [(1, 1), (64, 1), (65, 3), (320, 3), (450, 1), (450, 3)])
+
+
+def said(form, asked):
     """What an LLM says, by length and number of sequences."""
-    asked = [(1, 1), (64, 1), (65, 3), (320, 3), (450, 1), (450, 3)]
     options = {"device": "cpu", "dtype": "float32", "kv_dtype": "bfloat16", "max_model_len": 1024}
-    with LLM(str(folder()), kv_cache="int4", **options) as llm:
+    with LLM(str(folder()), kv_cache=form, **options) as llm:
         results = llm.generate(
             [prompt_of(length) for length, _ in asked],
             [SamplingParams(seed=length, n=n, ignore_eos=True, **SAMPLED) for length, n in asked],
@@ -55,6 +58,16 @@ async def test_answers_are_those_of_an_llm(known):
         again = await c.ask(prompt_of(450), codec="raw", seed=450, **SAMPLED)
         assert again.tokens == known[450, 1] and again.summary.cached_tokens >= 5 * 64
         assert c.decode.engine._closer.pages > 15
+
+
+async def test_answers_over_kvcomp_pages_are_those_of_an_llm():
+    known = said("kvcomp", [(65, 1), (450, 1)])
+    async with cluster(folder(), **lossy("kvcomp")) as c:
+        for (length, _), tokens in known.items():
+            answer = await c.ask(prompt_of(length), codec="raw", seed=length, **SAMPLED)
+            assert answer.tokens == tokens
+        await c.settled()
+        assert c.decode.engine._closer.pages > 3
 
 
 @pytest.mark.parametrize("deaths", [1, 9])

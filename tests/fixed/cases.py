@@ -3,11 +3,14 @@
 from types import ModuleType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvrail.engine.kv.fixed.form import NO_SCALE, Tile
-from kvrail.engine.kv.fixed.pages import FixedPages
+from kvrail.engine.kv.fixed.form import REFUSED, Tile
 from kvrail.engine.kv.fixed.reference import close_tile, open_tile
+from kvrail.engine.kv.kvcomp.form import CODED
+from kvrail.engine.kv.kvcomp.reference import close_pair, open_pair
+from kvrail.engine.kv.lossy import lossy_pages
 from kvrail.values.layout import KVLayout
 from tests.lossless.cases import Bits, distributions, few_pages, pages_of, pools
 
@@ -29,6 +32,22 @@ def tiles(shape: tuple[int, ...], seed: int = 0) -> dict[str, Bits]:
     }
 
 
+def close(keys: Bits, values: Bits, bits: int) -> tuple[npt.NDArray[np.uint8], int]:
+    """A pair of tiles, bits of bfloat16 [64, dim], closed by the reference, and how many of both were refused."""
+    if bits == CODED:
+        return close_pair(keys, values)
+    (key, odd_key), (value, odd_value) = close_tile(keys, True, bits), close_tile(values, False, bits)
+    return np.concatenate([key, value]), odd_key + odd_value
+
+
+def opened(data: npt.NDArray[np.uint8], dims: tuple[int, int], bits: int) -> tuple[Bits, Bits]:
+    """The reverse."""
+    if bits == CODED:
+        return open_pair(data, *dims)
+    key, value = np.split(data, [Tile(dims[0], True, bits).bytes])
+    return open_tile(key, dims[0], True, bits), open_tile(value, dims[1], False, bits)
+
+
 def check_kernels(
     dims: tuple[int, int], page_size: int, bits: int, device: str, kernels: ModuleType, *, few: bool = False
 ) -> None:
@@ -46,32 +65,40 @@ def check_kernels(
             pages_of(np.stack([np.stack(list(tiles((page_size, heads, dim), 3).values()))] * layers)) for dim in dims
         ]
         keys, values = (torch.cat(pair, 1).to(device) for pair in zip(both, extra, strict=True))
-    number = keys.shape[1]
-    closed = FixedPages(KVLayout(layers, heads, *dims, page_size, "bfloat16"), number + 2, bits, device)
+    refused = check_pools(keys, values, bits, kernels)
+    assert (refused > 0).any() and (refused == 0).sum() >= (3 if few else 10)
+
+
+def check_pools(keys: torch.Tensor, values: torch.Tensor, bits: int, kernels: ModuleType) -> npt.NDArray[np.int64]:
+    """Close all plain pages with `kernels`, compare each tile with the reference's, opened and closed.
+
+    keys, values: bfloat16 [layers, pages, page_size, heads, dim]. Returns how many tiles of each page were refused.
+    """
+    layers, number, page_size, heads = keys.shape[:4]
+    dims, device = (keys.shape[4], values.shape[4]), keys.device
+    closed = lossy_pages(KVLayout(layers, heads, *dims, page_size, "bfloat16"), number + 2, bits, device)
     closed.pages.fill_(0xFF)
     sources = torch.arange(number, device=device)
     targets = torch.randperm(number + 2, generator=torch.Generator().manual_seed(0))[:number].to(device)
     closed._kernels = lambda: kernels
     failed = closed.close(keys, values, sources, targets)
-    opened = [torch.full_like(pool, 7.0) for pool in (keys, values)]
-    closed.open(*opened, targets, sources)
+    out = [torch.full_like(pool, 7.0) for pool in (keys, values)]
+    closed.open(*out, targets, sources)
     refused = np.zeros(number, np.int64)
     for layer, page, head, block in np.ndindex(layers, number, heads, page_size // 64):
         pair = closed.pages[layer, targets[page], head, block].cpu().numpy()
         tokens = slice(block * 64, (block + 1) * 64)
-        for pool, out, tile in zip(
-            (keys, values), opened, np.split(pair, [Tile(dims[0], True, bits).bytes]), strict=True
-        ):
-            source, found = (
-                each[layer, page, tokens, head].contiguous().cpu().view(torch.int16).numpy().view(np.uint16)
-                for each in (pool, out)
-            )
-            wanted, bad = close_tile(source, pool is keys, bits)
-            refused[page] += bad
-            assert np.array_equal(tile, wanted)
-            if bad:
+        *plain, found_keys, found_values = (
+            each[layer, page, tokens, head].contiguous().cpu().view(torch.int16).numpy().view(np.uint16)
+            for each in (keys, values, *out)
+        )
+        wanted, bad = close(*plain, bits)
+        refused[page] += bad
+        assert np.array_equal(pair, wanted)
+        for source, found, values_of in zip(plain, (found_keys, found_values), opened(pair, dims, bits), strict=True):
+            if ((source & 0x7FFF) >= REFUSED).any():
                 assert ((found & 0x7FFF) > 0x7F80).all()  # NaN
             else:
-                assert np.array_equal(found, open_tile(tile, source.shape[1], pool is keys, bits))
-    assert failed.tolist() == refused.tolist() and (refused > 0).any() and (refused == 0).sum() >= (3 if few else 10)
-    assert NO_SCALE & 0x7FFF > 0x7F80
+                assert np.array_equal(found, values_of)
+    assert failed.tolist() == refused.tolist()
+    return refused

@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 
-from kvrail.engine.kv.fixed.form import WIDTHS
+from kvrail.engine.kv.lossy import CODE_BITS
 from tests.engine.attention_cases import make_case
 from tests.lossless.cases import close_case
 from tests.lossless.test_attention import MIXES, SHAPES, attend
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", CODE_BITS.values(), ids=CODE_BITS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("plan", MIXES.values(), ids=MIXES)
 def test_the_same_bits(plan: list, shape: dict, bits: int) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from kvrail.engine.kv.fixed import cpu
 from kvrail.engine.kv.fixed.form import NO_SCALE, REFUSED, WIDTHS, Tile, code_places
 from kvrail.engine.kv.fixed.pages import FixedPages, page_bytes, unsupported
 from kvrail.engine.kv.fixed.reference import close_tile, open_tile, rounded, steps_of, widened
+from kvrail.engine.kv.kvcomp import cpu as kvcomp_cpu
+from kvrail.engine.kv.kvcomp.form import CODED
+from kvrail.engine.kv.lossy import CODE_BITS
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 from tests.fixed.cases import check_kernels, tiles
@@ -110,10 +114,12 @@ def test_golden_file() -> None:
     assert golden() == json.loads(GOLDEN.read_text())
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize(("bits", "kernels"), [(8, cpu), (4, cpu), (CODED, kvcomp_cpu)], ids=CODE_BITS)
 @pytest.mark.parametrize(("dims", "page_size"), SHAPES)
-def test_kernels_do_what_the_reference_does(dims: tuple[int, int], page_size: int, bits: int) -> None:
-    check_kernels(dims, page_size, bits, "cpu", cpu)
+def test_kernels_do_what_the_reference_does(
+    dims: tuple[int, int], page_size: int, bits: int, kernels: ModuleType
+) -> None:
+    check_kernels(dims, page_size, bits, "cpu", kernels)
 
 
 def test_what_has_no_form_is_refused() -> None:

@@ -12,16 +12,28 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels on this machine", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
-from kvrail.engine.kv.fixed import cuda
+from kvrail.engine.kv.fixed import cuda as fixed
+from kvrail.engine.kv.kvcomp import cuda as kvcomp
+from kvrail.engine.kv.kvcomp.form import CODED
 from tests.engine.attention_cases import make_case
 from tests.fixed.cases import check_kernels
 from tests.lossless.cases import close_case
 from tests.lossless.test_kernels import PREFILLS, SHAPES, decode, prefill
 
 
-@pytest.mark.parametrize(("dims", "page_size", "bits"), [((64, 128), 64, 4), ((64, 128), 64, 8), ((128, 64), 128, 4)])
+@pytest.mark.parametrize(
+    ("dims", "page_size", "bits"),
+    [
+        ((64, 128), 64, 4),
+        ((64, 128), 64, 8),
+        ((128, 64), 128, 4),
+        ((64, 64), 64, CODED),
+        ((128, 64), 128, CODED),
+        ((64, 128), 64, CODED),
+    ],
+)
 def test_closing_and_opening(dims: tuple[int, int], page_size: int, bits: int) -> None:
-    check_kernels(dims, page_size, bits, "cpu", cuda, few=True)
+    check_kernels(dims, page_size, bits, "cpu", kvcomp if bits == CODED else fixed, few=True)
 
 
 def check_attention(plan: list, shape: dict, bits: int, pages: int, attend: Callable, wanted: Callable) -> None:
@@ -34,7 +46,12 @@ def check_attention(plan: list, shape: dict, bits: int, pages: int, attend: Call
     assert expected.isfinite().all() and torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
-BOTH = [*zip(SHAPES, (4, 8, 4, 8, 4), strict=True), ("all options", 4), ("values narrower", 8)]
+BOTH = [
+    *zip(SHAPES, (4, 8, 4, 8, 4), strict=True),
+    ("all options", 4),
+    ("values narrower", 8),
+    *((name, CODED) for name in SHAPES),
+]
 """Shapes and widths of codes."""
 
 
@@ -53,7 +70,9 @@ def test_windows_that_begin_behind_closed_pages() -> None:
     check_attention([(5, 330), (3, 70)], SHAPES["all options"], 4, 1, *both)
 
 
-@pytest.mark.parametrize(("name", "bits"), zip(PREFILLS, (4, 8, 4), strict=True))
+@pytest.mark.parametrize(
+    ("name", "bits"), [*zip(PREFILLS, (4, 8, 4), strict=True), *((name, CODED) for name in PREFILLS)]
+)
 def test_prefill_gives_the_same_bits(name: str, bits: int) -> None:
     shape, tuning = PREFILLS[name]
     plan = [(7, 7), (5, 330), (33, 161)]

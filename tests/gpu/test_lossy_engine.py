@@ -1,4 +1,4 @@
-"""Whole models over int8 and int4 pages on CUDA: what the contract says, captured and not, alone and in company."""
+"""Whole models over lossy pages on CUDA: what the contract says, captured and not, alone and in company."""
 
 import functools
 
@@ -11,14 +11,15 @@ if not torch.cuda.is_available():
 
 from kvrail import LLM  # noqa: E402
 from kvrail.config.settings import DEMO_MODEL  # noqa: E402
+from kvrail.engine.kv.lossy import CODE_BITS  # noqa: E402
 from tests.lossless.serving import requests  # noqa: E402
 from tests.lossy.spec import Spec  # noqa: E402
-from tests.lossy.test_engine import BITS, answers, asked, said  # noqa: E402
+from tests.lossy.test_engine import answers, asked, said  # noqa: E402
 
 OPTIONS = {"device": "cuda", "kv_dtype": "bfloat16", "max_running": 8, "max_batch_tokens": 256, "max_model_len": 768}
 
 
-@pytest.mark.parametrize("form", BITS)
+@pytest.mark.parametrize("form", CODE_BITS)
 @pytest.mark.parametrize("eager", [True, False])
 def test_tokens_are_those_of_the_contract(form: str, eager: bool) -> None:
     prompts, params = requests(10, 450, 200, seed=3)
@@ -28,7 +29,7 @@ def test_tokens_are_those_of_the_contract(form: str, eager: bool) -> None:
     assert found == said(seen, prompts, DEMO_MODEL, form, functools.partial(Spec, device="cuda", eager=eager))
 
 
-@pytest.mark.parametrize("form", BITS)
+@pytest.mark.parametrize("form", CODE_BITS)
 def test_requests_of_all_kinds_say_what_they_say_alone(form: str) -> None:
     prompts, params = requests(60, 450, 250)
     with LLM(DEMO_MODEL, kv_cache=form, kv_memory_gib=0.05, prefix_cache=False, **OPTIONS) as llm:

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrail.engine.kv.fixed.pages import FixedPages
 from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.lossless.form import SPECIAL, TOKENS, Tile
 from kvrail.engine.kv.lossless.pages import ClosedPages
 from kvrail.engine.kv.lossless.reference import close_tile
+from kvrail.engine.kv.lossy import lossy_pages
 from kvrail.values.layout import KVLayout
 from tests.engine.attention_cases import Case, poison
 
@@ -62,8 +62,8 @@ def close_case(
     """The same problem with full pages before the new tokens closed: (case, closed tokens a sequence).
 
     pages: how many of each sequence at most; None: a random number. code_bits: 0: lossless pages; otherwise pages of
-    that width, which are opened into `opened`, and the first of each sequence stays open. Closed pages' plain copies
-    hold NaN, and so does what is closed and belongs to no sequence.
+    that lossy form, which are opened into `opened`, and the first of each sequence stays open. Closed pages' plain
+    copies hold NaN, and so does what is closed and belongs to no sequence.
     """
     rng = random.Random(seed)
     device, plain = case.query.device, case.pages
@@ -75,7 +75,7 @@ def close_case(
     layout = KVLayout(*shape, str(plain.keys.dtype).removeprefix("torch."))
     count = sum(taken) + 3
     closed = (
-        FixedPages(layout, count, code_bits, device) if code_bits else ClosedPages(layout, count, 16 * count, device)
+        lossy_pages(layout, count, code_bits, device) if code_bits else ClosedPages(layout, count, 16 * count, device)
     )
     closed.pages.fill_(0xFF)
     targets = list(range(count))

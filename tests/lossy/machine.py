@@ -71,7 +71,7 @@ def spoken(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
 
 
 class LossyCells:
-    """Stands for FixedCache: open pages in slots, closed ones in their own places; outcomes are known late.
+    """Stands for LossyCache: open pages in slots, closed ones in their own places; outcomes are known late.
 
     polls: after so many, or fewer.
     """

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from kvrail.engine.batch.batch import SampleRow, SequenceSlice
-from kvrail.engine.kv.fixed.reference import close_tile, open_tile
 from kvrail.engine.kv.lossless.form import TOKENS
 from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.engine.request.requests import EngineRequest
 from kvrail.engine.sampling.sampler import Sampler
 from kvrail.engine.step.runner import ModelRunner
+from tests.fixed.cases import close, opened
 
 PAGE = 64
 
@@ -26,9 +26,9 @@ def loaded(folder: str, device: str, eager: bool) -> LoadedModel:
 
 
 class Spec:
-    """One model over pages of `bits` bits. most: pages of the longest sequence. eager: on CUDA, the engine's setting.
+    """One model over lossy pages of `bits`, see lossy.CODE_BITS. most: pages of the longest sequence.
 
-    Compiled layers round otherwise than those that are not.
+    eager: on CUDA, the engine's setting. Compiled layers round otherwise than those that are not.
     """
 
     def __init__(self, folder: str, bits: int, most: int = 16, device: str = "cpu", eager: bool = True) -> None:
@@ -65,14 +65,14 @@ class Spec:
 
     def _close(self, page: int) -> bool:
         """Close a page and open it into its copy; False if a tile is refused."""
-        for pool, keys in zip(self._runner.cache.as_block(), (True, False), strict=True):
-            bits = pool.view(torch.int16)
-            for layer, head, begin in np.ndindex(len(bits), bits.shape[3], PAGE // TOKENS):
-                rows = slice(begin * TOKENS, (begin + 1) * TOKENS)
-                values = bits[layer, page, rows, head].cpu().numpy().view(np.uint16)
-                data, refused = close_tile(values, keys, self._bits)
-                if refused:
-                    return False
-                opened = open_tile(data, bits.shape[4], keys, self._bits)
-                bits[layer, self._most + page, rows, head] = torch.from_numpy(opened.view(np.int16))
+        pools = [pool.view(torch.int16) for pool in self._runner.cache.as_block()]
+        for layer, head, begin in np.ndindex(len(pools[0]), pools[0].shape[3], PAGE // TOKENS):
+            rows = slice(begin * TOKENS, (begin + 1) * TOKENS)
+            tiles = [pool[layer, page, rows, head].cpu().numpy().view(np.uint16) for pool in pools]
+            data, refused = close(*tiles, self._bits)
+            if refused:
+                return False
+            dims = tiles[0].shape[1], tiles[1].shape[1]
+            for pool, tile in zip(pools, opened(data, dims, self._bits), strict=True):
+                pool[layer, self._most + page, rows, head] = torch.from_numpy(tile.view(np.int16))
         return True

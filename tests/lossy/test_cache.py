@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvrail.engine.kv.closing_cache import FixedCache, PoolSize, size_that_fits
-from kvrail.engine.kv.fixed.pages import FixedPages
+from kvrail.engine.kv.closing_cache import LossyCache, PoolSize, size_that_fits
+from kvrail.engine.kv.lossy import CODE_BITS, lossy_pages
 from kvrail.transfer.streams import SideStream
 from kvrail.values.layout import KVLayout
 from kvrail.worker.pages import LeasedPages
@@ -12,9 +12,9 @@ from kvrail.worker.pages import LeasedPages
 LAYOUT = KVLayout(3, 2, 64, 64, 64, "bfloat16")
 
 
-def filled(form: str, open_pages: int = 6) -> FixedCache:
+def filled(form: str, open_pages: int = 6) -> LossyCache:
     """A pool with as many pages as can be open, written."""
-    cache = FixedCache(LAYOUT, PoolSize(10, open_pages, form), "cpu")
+    cache = LossyCache(LAYOUT, PoolSize(10, open_pages, form), "cpu")
     cache.slots.clear()
     for page in range(open_pages):
         cache.slots.begin(page)
@@ -23,7 +23,7 @@ def filled(form: str, open_pages: int = 6) -> FixedCache:
     return cache
 
 
-def close(cache: FixedCache, *pages: int) -> None:
+def close(cache: LossyCache, *pages: int) -> None:
     for page in pages:
         cache.slots.complete([9, page], 1)
     outcome = cache.close(cache.slots.choose(cache.slots.ready()))
@@ -32,7 +32,7 @@ def close(cache: FixedCache, *pages: int) -> None:
     cache.slots.settle(outcome.failed)
 
 
-@pytest.mark.parametrize(("form", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize(("form", "bits"), CODE_BITS.items())
 def test_a_page_is_in_both_forms_until_its_open_slot_is_handed_out(form: str, bits: int) -> None:
     cache = filled(form)
     slots = cache.slots
@@ -43,15 +43,16 @@ def test_a_page_is_in_both_forms_until_its_open_slot_is_handed_out(form: str, bi
     assert slots.free == 1 and slots.is_open(2)
     slots.begin(7)
     assert not slots.is_open(2) and slots.is_closed(2) and slots.free == 0
-    wanted = FixedPages(LAYOUT, 1, bits, "cpu")
+    wanted = lossy_pages(LAYOUT, 1, bits, "cpu")
     first = torch.zeros(1, dtype=torch.int64)
     wanted.close(*(each[:, None].contiguous() for each in known), first, first)
     assert torch.equal(cache.closed.pages[:, 2], wanted.pages[:, 0])
     slots.check([0, 1, 2, 3, 4, 5, 7])
 
 
-def test_a_page_with_a_refused_tile_is_not_closed() -> None:
-    cache = filled("int4")
+@pytest.mark.parametrize("form", ["int4", "kvcomp"])
+def test_a_page_with_a_refused_tile_is_not_closed(form: str) -> None:
+    cache = filled(form)
     for bad in (torch.inf, torch.nan, 2.0**36):
         cache.as_block()[1][2, cache.slots.open_slot[3], 5, 1, 7] = bad
         close(cache, 1, 3)
@@ -80,12 +81,12 @@ def test_copies_and_transfers_take_open_pages_alone() -> None:
             lent.block(range(3), 1, 4)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", CODE_BITS)
 def test_a_pool_fits_into_its_memory(form: str) -> None:
     layout = KVLayout(36, 8, 128, 128, 64, "bfloat16")
     for gib, context, running in ((45, 8192, 64), (20, 40960, 256), (2, 40960, 64)):
         size = size_that_fits(layout, "cpu", gib, form, max_running=running, max_model_len=context)
-        assert 0 <= (gib << 30) - FixedCache(layout, size, "meta").bytes < layout.page_bytes
+        assert 0 <= (gib << 30) - LossyCache(layout, size, "meta").bytes < layout.page_bytes
         plain = (gib << 30) // layout.page_bytes
         assert size.open_pages <= size.num_pages and size.open_pages <= max(plain * 3 // 4, context // 64 + 3 * running)
         assert gib < 45 or size.num_pages > plain * (1.7 if form == "int8" else 3.3)

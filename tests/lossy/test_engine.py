@@ -6,13 +6,13 @@ import torch
 from kvrail import LLM, SamplingParams
 from kvrail.config.settings import DEMO_MODEL
 from kvrail.engine.attention import reference
+from kvrail.engine.kv.lossy import CODE_BITS
 from kvrail.errors import ConfigError
 from tests.lossless.serving import demo_ids
 from tests.lossless.serving import requests as requests_of_all_kinds
 from tests.lossy.spec import Spec
 from tests.models import kv_gib, tiny_model
 
-BITS = {"int8": 8, "int4": 4}
 MOST = {1: 3, 65: 130, 191: 70, 192: 3, 193: 3, 320: 70, 500: 20}
 """Tokens wanted behind a prompt of so many: over the ends of pages, the first of which closes when three follow."""
 OPTIONS = {"device": "cpu", "kv_dtype": "bfloat16", "max_running": 6, "max_batch_tokens": 256, "max_model_len": 768}
@@ -28,7 +28,7 @@ def random_ids() -> list[int]:
 
 def said(requests, prompts, folder, form, made=Spec):
     """What the contract says, of each prompt."""
-    spec, found = made(folder, BITS[form]), [requests[tuple(prompt)] for prompt in prompts]
+    spec, found = made(folder, CODE_BITS[form]), [requests[tuple(prompt)] for prompt in prompts]
     return [[spec.says(request, index) for index in range(request.params.n)] for request in found]
 
 
@@ -47,12 +47,15 @@ def answers(results):
     return [[(list(each.token_ids), repr(each.logprobs)) for each in result.outputs] for result in results]
 
 
-@pytest.mark.parametrize(("model", "form"), [("random", "int8"), ("random", "int4"), ("demo", "int4")])
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [("random", "int8"), ("random", "int4"), ("demo", "int4"), ("random", "kvcomp"), ("demo", "kvcomp")],
+)
 def test_tokens_are_those_of_the_contract(form: str, model: str) -> None:
     folder, ids, most = DEMO_MODEL, demo_ids(), {320: 5}
     if model == "random":
         folder, ids, most = random_model(), random_ids(), MOST
-    if form == "int8":
+    if form == "int8" or (form, model) == ("kvcomp", "random"):
         most = {191: 70, 320: 3}
     prompts = [ids[17 * number :][:length] for number, length in enumerate(most)]
     params = [

@@ -27,7 +27,11 @@ from tests.smoke.run import REQUEST_S, cluster
 POOL = ("--kv-memory-gib", str(float(SMALL_POOL_GIB) / 2), "--max-model-len", "1024")
 KINDS = (
     Case("plain pages", "llama", POOL),
-    *(replace(case, flags=(*case.flags[:2], *POOL)) for case in CASES if case.name in ("lossless pages", "int4 pages")),
+    *(
+        replace(case, flags=(*case.flags[:2], *POOL))
+        for case in CASES
+        if case.name in ("lossless pages", "int4 pages", "kvcomp pages")
+    ),
     Case("int8 pages, workers of both roles", "llama", ("--kv-cache", "int8", *BOTH, *POOL)),
 )
 REQUESTS, LONGEST, LONGER = 48, 700, 8

@@ -20,6 +20,7 @@ from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.kv.fixed.pages import FixedLayer
 from kvrail.engine.kv.formats import LayerPages
+from kvrail.engine.kv.kvcomp.pages import CodedLayer
 from kvrail.engine.kv.lossless.pages import ClosedLayer
 
 Units = npt.NDArray[np.int64]
@@ -142,7 +143,7 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="attention")
 
 
-def _closed(layer: ClosedLayer | FixedLayer) -> tuple[object, ...]:
+def _closed(layer: ClosedLayer | FixedLayer | CodedLayer) -> tuple[object, ...]:
     """Closed pages as kernels take them."""
     pages, spare, unit_bytes = layer.arguments
     key_bytes, both = layer.tiles

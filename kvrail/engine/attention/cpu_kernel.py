@@ -41,12 +41,15 @@ from kvrail.engine.attention.cpu_kernel_vectors import (
 )
 from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
 from kvrail.engine.kv.fixed import form as fixed_form
+from kvrail.engine.kv.kvcomp import cpu_kernels as kvcomp_kernels
+from kvrail.engine.kv.kvcomp import form as kvcomp_form
 from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
 from kvrail.engine.kv.lossless import form
 from kvrail.engine.kv.lossless.cpu_kernels import open_high, pair_at
 
 KEYS = 64
 """Tokens of a block."""
+_CODED = kvcomp_form.CODED
 _LINE = 64
 """Bytes of a cache line."""
 _LOG2_E, _LN2_UPPER, _LN2_LOWER = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -132,7 +135,11 @@ def _open_block(closed, page, head, block, page_size, kv_heads, key_dim, value_d
     key_bytes, value_bytes = closed[3], closed[4]
     number, blocks = block % page_size // KEYS, page_size // KEYS
     begin = pair_at(page, head, number, kv_heads, blocks, key_bytes + value_bytes)
-    if closed[9]:
+    if closed[9] == _CODED:
+        kvcomp_kernels.open_tile(closed[0], begin, key_dim, True, closed[1], closed[5], closed[6], block_keys)
+        begin += key_bytes
+        kvcomp_kernels.open_tile(closed[0], begin, value_dim, False, closed[1], closed[7], closed[8], block_values)
+    elif closed[9]:
         fixed_kernels.open_tile(closed[0], begin, key_dim, True, closed[9], closed[5], closed[6], block_keys)
         begin += key_bytes
         fixed_kernels.open_tile(closed[0], begin, value_dim, False, closed[9], closed[7], closed[8], block_values)
@@ -326,8 +333,8 @@ def _attending(version):
         page_tables: [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat,
         empty where elements have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or
         empty. closed_tokens: [sequences], see StepMeta. closed: of one layer's closed pages their bytes, the spare
-        units, bytes of a unit and of both tiles, then the places of values and bases, or rows, of both, then the bits
-        of a value of fixed width, or 0 in lossless pages, and how many tokens before them are open.
+        units or tables of codes, bytes of a unit and of both tiles, then the places of values and bases, or rows, of
+        both, then the bits of a value of fixed width, or 0 in lossless pages, and how many tokens before them are open.
         """
         for unit in range(len(units) + (0 & version)):
             sequence, head, begin, end, before = units[unit]
@@ -339,4 +346,6 @@ def _attending(version):
     return attend_units
 
 
-attend_units = _attending(version_of(fixed_kernels, fixed_form, lossless_kernels, form, cpu_kernel_vectors))
+attend_units = _attending(
+    version_of(fixed_kernels, fixed_form, kvcomp_kernels, kvcomp_form, lossless_kernels, form, cpu_kernel_vectors)
+)

@@ -1,7 +1,7 @@
-"""Pools that close full pages: lossless ones keep every bit in three quarters of the memory, fixed ones lose some.
+"""Pools that close full pages: lossless ones keep every bit in three quarters of the memory, lossy ones lose some.
 
 Open pages lie in `open_pages` slots of plain tensors, closed ones in slots of their form's own: see
-`kvrail.engine.kv.lossless` and `kvrail.engine.kv.fixed`. `PageSlots` says which page lies where. Work on closed pages
+`kvrail.engine.kv.lossless` and `kvrail.engine.kv.lossy`. `PageSlots` says which page lies where. Work on closed pages
 is enqueued on the stream of the steps.
 """
 
@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
+from kvrail.engine.kv import lossy
 from kvrail.engine.kv.cache import PagedCache, memory_for_pages
-from kvrail.engine.kv.fixed import pages as fixed
 from kvrail.engine.kv.fixed.slots import FixedSlots
-from kvrail.engine.kv.formats import CODE_BITS
 from kvrail.engine.kv.lossless import pages as lossless
 from kvrail.engine.kv.lossless.form import TOKENS
 from kvrail.engine.kv.lossless.slots import LosslessSlots
+from kvrail.engine.kv.lossy import CODE_BITS
 from kvrail.engine.kv.slots import Closing, PageSlots
 from kvrail.errors import ConfigError, KvrailError
 from kvrail.values.layout import KVLayout
 
 _TILES_PER_UNIT = 64
 """Tiles for which there is one spare unit: 1 % of the memory. Some 0.03 % of tiles of real KV are raw."""
-_OPEN_EACH = {"lossless": 2, "int8": 3, "int4": 3}
+_OPEN_EACH = {"lossless": 2, **dict.fromkeys(CODE_BITS, 3)}
 """Pages of a running sequence that are open: the one being filled, one being closed, and one that is still read open
 where closing loses bits."""
 
@@ -197,15 +197,15 @@ class LosslessCache(ClosingCache):
             )
 
 
-class FixedCache(ClosingCache):
-    """A pool of pages of eight or four bits a value. Raises ConfigError where `layout` has no such form: `refusal`."""
+class LossyCache(ClosingCache):
+    """A pool of pages whose closing loses bits. Raises ConfigError where `layout` has no such form: `refusal`."""
 
     _slots: FixedSlots
 
     def __init__(self, layout: KVLayout, size: PoolSize, device: torch.device | str) -> None:
         super().__init__(layout, size, FixedSlots(size.num_pages, size.open_pages), device)
-        self.closed: fixed.FixedPages = fixed.FixedPages(layout, size.num_pages, CODE_BITS[size.form], device)
-        self.tensors |= {"closed": self.closed.pages}
+        self.closed = lossy.lossy_pages(layout, size.num_pages, CODE_BITS[size.form], device)
+        self.tensors |= self.closed.tensors
 
     def where(self, pages: Sequence[int]) -> list[int]:
         """See PagedCache; -1 of a page that is closed alone."""
@@ -223,12 +223,12 @@ class FixedCache(ClosingCache):
 
 def closing_cache(layout: KVLayout, size: PoolSize, device: torch.device | str) -> ClosingCache:
     """The pool of this size and form."""
-    return (FixedCache if size.form in CODE_BITS else LosslessCache)(layout, size, device)
+    return (LossyCache if size.form in CODE_BITS else LosslessCache)(layout, size, device)
 
 
 def refusal(form: str, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> str:
     """Why a model that computes in `dtype` on `device` cannot have pages closed in `form`; empty where it can."""
-    if why := fixed.unsupported(layout) if form in CODE_BITS else lossless.unsupported(layout):
+    if why := lossy.unsupported(layout, CODE_BITS[form]) if form in CODE_BITS else lossless.unsupported(layout):
         return why
     if device.type == "cuda" and (dtype.itemsize != 2 or not {layout.key_dim, layout.value_dim} <= {64, 128}):
         return f"a GPU computes over {form} pages in 16 bits, heads of 64 or 128; not {layout.key_dim} in {dtype}"
@@ -253,14 +253,15 @@ def size_that_fits(
     """Pages that fit into `memory_for_pages`. Raises ConfigError where fewer than two do, or none can be closed.
 
     Open ones are as many as the longest request has, and a few more for each running sequence; at least a sixteenth of
-    the memory, and at most three quarters. In a fixed form every page can be closed.
+    the memory, and at most three quarters. In a lossy form every page can be closed.
     """
     budget = memory_for_pages(device, kv_memory_gib)
     plain = budget // layout.page_bytes
     wanted = layout.pages_for(max_model_len) + _OPEN_EACH[form] * max_running
     open_pages = max(min(wanted, plain * 3 // 4), plain // 16)
     if form in CODE_BITS:
-        each = fixed.page_bytes(layout, CODE_BITS[form])
+        each = lossy.page_bytes(layout, CODE_BITS[form])
+        budget -= lossy.table_bytes(layout, CODE_BITS[form])
         open_pages = min(open_pages, budget // (layout.page_bytes + each))
         closed = num_pages = (budget - open_pages * layout.page_bytes) // each
     else:

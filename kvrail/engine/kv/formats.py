@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrail.engine.kv.fixed import pages as fixed
 from kvrail.engine.kv.fixed.pages import FixedLayer
 from kvrail.engine.kv.format import KVFormat, PageTensor, PageTensors
+from kvrail.engine.kv.kvcomp.form import CODED
+from kvrail.engine.kv.kvcomp.pages import CodedLayer
 from kvrail.engine.kv.lossless.pages import ClosedLayer, page_bytes
+from kvrail.engine.kv.lossy import CODE_BITS
+from kvrail.engine.kv.lossy import page_bytes as lossy_page_bytes
 from kvrail.values.layout import KVLayout
 
 
@@ -25,7 +28,7 @@ class LayerPages:
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
-    closed: ClosedLayer | FixedLayer | None = None
+    closed: ClosedLayer | FixedLayer | CodedLayer | None = None
 
     @property
     def page_size(self) -> int:
@@ -54,14 +57,15 @@ class LayerPages:
 
     @property
     def closed_arguments(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-        """What kernels take of closed pages: pages, spare units, bytes of a unit."""
+        """What kernels take of closed pages: pages, spare units or tables of codes, bytes of a unit."""
         return (None, None, 0) if self.closed is None else self.closed.arguments
 
     @property
     def closed_tiles(self) -> dict[str, int]:
         """Kernels' constants: bytes of a closed page's tile of keys, and of both tiles; 0 where no page is closed.
 
-        CODE_BITS: bits of a value of fixed width, 0 in lossless pages; LEAD: open tokens before the closed ones.
+        CODE_BITS: bits of a value of fixed width, 0 in lossless pages, CODED in kvcomp pages; LEAD: open tokens before
+        the closed ones.
         """
         closed = self.closed
         sizes = (0, 0, 0, 0) if closed is None else (*closed.tiles, closed.code_bits, closed.lead)
@@ -145,7 +149,7 @@ class FixedFormat(PlainFormat):
 
     def page_bytes(self, layout: KVLayout) -> int:
         """Bytes of a closed page over all layers."""
-        return fixed.page_bytes(layout, self._bits)
+        return lossy_page_bytes(layout, self._bits)
 
     def layer(self, tensors: Sequence[torch.Tensor], index: int) -> LayerPages:
         """Views of layer `index`. tensors: keys, values, closed pages."""
@@ -154,11 +158,26 @@ class FixedFormat(PlainFormat):
         return LayerPages(keys[index], values[index], closed=FixedLayer(closed[index], *dims, self._bits, page_size))
 
 
-CODE_BITS = {"int8": 8, "int4": 4}
-"""Bits of a value in the forms of a fixed width, by name."""
+class CodedFormat(PlainFormat):
+    """Plain pages, and beside them closed ones in KVComp's form."""
 
-_FIXED = tuple(FixedFormat(name, bits) for name, bits in CODE_BITS.items())
-FORMATS: dict[str, KVFormat] = {form.name: form for form in (PlainFormat(), ScaledFormat(), LosslessFormat(), *_FIXED)}
+    name = "kvcomp"
+
+    def page_bytes(self, layout: KVLayout) -> int:
+        """Bytes of a closed page over all layers."""
+        return lossy_page_bytes(layout, CODED)
+
+    def layer(self, tensors: Sequence[torch.Tensor], index: int) -> LayerPages:
+        """Views of layer `index`. tensors: keys, values, closed pages, tables of codes."""
+        keys, values, closed, tables = tensors
+        dims, page_size = (keys.shape[-1], values.shape[-1]), keys.shape[2]
+        return LayerPages(keys[index], values[index], closed=CodedLayer(closed[index], tables, *dims, page_size))
+
+
+_FIXED = tuple(FixedFormat(name, bits) for name, bits in CODE_BITS.items() if bits != CODED)
+FORMATS: dict[str, KVFormat] = {
+    form.name: form for form in (PlainFormat(), ScaledFormat(), LosslessFormat(), *_FIXED, CodedFormat())
+}
 """By name."""
 
 

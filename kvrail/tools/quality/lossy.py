@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from kvrail.codec.base import Codec, PagedBlock
-from kvrail.engine.kv.fixed.pages import FixedPages, page_bytes
+from kvrail.engine.kv.lossy import CODE_BITS, lossy_pages, page_bytes
 from kvrail.values.layout import KVLayout
 
 
@@ -45,10 +45,9 @@ class OnTheWire:
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """A form of pages, of `width` bits a value; 0: plain pages, which change nothing."""
+    """A form of pages; plain ones change nothing."""
 
     form: str
-    width: int
     layout: KVLayout
 
     @property
@@ -62,11 +61,12 @@ class AtRest:
         A page that cannot be closed keeps its values.
         """
         keys, values = pages.pools.keys, pages.pools.values
-        if not self.width:
+        if self.form not in CODE_BITS:
             return 8.0 * keys.element_size()
+        bits = CODE_BITS[self.form]
         chosen = pages.page_index()[1:]
-        closed = FixedPages(self.layout, len(chosen), self.width, keys.device)
+        closed = lossy_pages(self.layout, len(chosen), bits, keys.device)
         places = torch.arange(len(chosen), device=keys.device)
         taken = closed.close(keys, values, chosen, places) == 0
         closed.open(keys, values, places[taken], chosen[taken])
-        return 16 * page_bytes(self.layout, self.width) / self.layout.page_bytes
+        return 16 * page_bytes(self.layout, bits) / self.layout.page_bytes

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrail.codec import registry
-from kvrail.engine.kv.fixed.pages import unsupported
+from kvrail.engine.kv.lossy import CODE_BITS, unsupported
 from kvrail.engine.model.loader import load_model
 from kvrail.errors import ConfigError
 from kvrail.text.samples import read_samples
 from kvrail.tools.quality.lossy import AtRest, Lossy, OnTheWire
 from kvrail.tools.quality.measure import measure
-from kvrail.tools.quality.options import PAGE_FORMS, PAGE_SIZE, Options
+from kvrail.tools.quality.options import PAGE_SIZE, Options
 from kvrail.tools.quality.report import record, report
 from kvrail.values.layout import KVLayout
 from kvrail.worker.packed.weights import PackedWeights
@@ -73,10 +73,10 @@ def _codecs(options: Options) -> list[Lossy]:
 
 def _forms(options: Options, layout: KVLayout) -> list[Lossy]:
     """Raises ConfigError where the model's pages have no such form."""
-    forms = [AtRest(name, PAGE_FORMS[name], layout) for name in options.forms]
-    if any(form.width for form in forms) and (why := unsupported(layout)):
-        raise ConfigError(f"--kv-cache: {why}")
-    return [*forms]
+    for name in options.forms:
+        if name in CODE_BITS and (why := unsupported(layout, CODE_BITS[name])):
+            raise ConfigError(f"--kv-cache: {why}")
+    return [AtRest(name, layout) for name in options.forms]
 
 
 def _write(path: Path, text: str) -> None:

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrail.errors import ConfigError
+from kvrail.values.kv_cache import LOSSY_FORMS
 
 PAGE_SIZE = 64
 """Tokens of a page, the workers' default."""
-PAGE_FORMS = {"plain": 0, "int8": 8, "int4": 4}
-"""Forms of pages at rest, and bits of a value of fixed width."""
+PAGE_FORMS = ("plain", *LOSSY_FORMS)
+"""Forms of pages at rest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_scores, weights_of
 from kvrail.engine.kv.fixed.open_kernel import SHRUNK, open_tile
+from kvrail.engine.kv.kvcomp.open_kernel import CODED, open_coded
 from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
 
 
@@ -46,10 +47,14 @@ def closed_scores_of(
 ):
     """What scores_of computes, of a block of a closed page. pair: see pair_of; spare: spare units, of unit_bytes.
 
-    CODE_BITS: bits of a value of fixed width, whose products are / SHRUNK, or 0 in lossless pages.
+    CODE_BITS: bits of a value of fixed width, or CODED, whose products are / SHRUNK, or 0 in lossless pages. In CODED
+    pages `spare` is the tables of codes.
     """
     if CODE_BITS:
-        k = open_tile(pair, CODE_BITS, KEY_DIM, BLOCK, ASSEMBLED)
+        if CODE_BITS == CODED:
+            k = open_coded(pair, spare, True, KEY_DIM, BLOCK, ASSEMBLED)
+        else:
+            k = open_tile(pair, CODE_BITS, KEY_DIM, BLOCK, ASSEMBLED)
         tl.static_assert(q.dtype == tl.bfloat16, "others have no room for values / SHRUNK")
         scale *= SHRUNK
     else:
@@ -82,7 +87,9 @@ def add_closed_block(
     weights, shrink, higher, total = weights_of(
         scores, top, total, softcap if SOFTCAP else scale * times, dtype, BLOCK, times
     )
-    if CODE_BITS:
+    if CODE_BITS == CODED:
+        v = open_coded(pair + KEY_TILE, spare, False, BLOCK, VALUE_DIM, ASSEMBLED)
+    elif CODE_BITS:
         v = open_tile(pair + KEY_TILE, CODE_BITS, BLOCK, VALUE_DIM, ASSEMBLED)
     else:
         v = open_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)

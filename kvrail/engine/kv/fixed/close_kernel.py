@@ -14,12 +14,12 @@ _OFFSET_SHIFT = tl.constexpr(form.OFFSET_SHIFT)
 _HIGH_SHIFT = tl.constexpr(form.HIGH_SHIFT)
 _SHARE_OF_4 = tl.constexpr(form.share(4))
 _SHARE_OF_8 = tl.constexpr(form.share(8))
-_TO_INTEGER = tl.constexpr(1.5 * 2**23)
+TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """Added to a float32 it leaves the nearest integer, ties to even, in the lowest bits."""
 
 
 @triton.jit
-def _widened(bits):
+def widened(bits):
     """Bits of bfloat16, int32, as float32."""
     return (bits << 16).to(tl.float32, bitcast=True)
 
@@ -29,7 +29,7 @@ def _steps_of(low, high, BITS: tl.constexpr):
     """Bits of scales and of offsets, int32, of rows by their smallest and largest values."""
     scale = tl.maximum((high - low) * (_SHARE_OF_4 if BITS == 4 else _SHARE_OF_8), _LEAST_SCALE)
     scales = ((scale.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16).to(tl.int32)
-    none = tl.abs(low) <= _widened(scales) * _LEAST_OFFSET
+    none = tl.abs(low) <= widened(scales) * _LEAST_OFFSET
     return scales, tl.where(none, 0, (low.to(tl.uint32, bitcast=True) >> 16).to(tl.int32))
 
 
@@ -66,7 +66,7 @@ def close_pages(
     token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)[None, :]
     bits = tl.load(plain + token * KV_HEADS * DIM + channel).to(tl.int32)
     refused = tl.max(tl.max(bits & 0x7FFF, axis=1), axis=0) >= _REFUSED
-    every = _widened(tl.where(refused, 0, bits))
+    every = widened(tl.where(refused, 0, bits))
     low, high = tl.min(every, axis=0 if KEYS else 1), tl.max(every, axis=0 if KEYS else 1)
     scales, offsets = _steps_of(low, high, BITS)
     row = tl.arange(0, ROWS)
@@ -84,11 +84,11 @@ def close_pages(
         column = (repeat * 4 + word // 128 % 4) * 8 + word // 16 % 8
         place = word // 4 % 4 * (ROWS // 2) + step * 8 + inner % 4
         at = column * KV_HEADS * DIM + row if KEYS else row * KV_HEADS * DIM + column
-        x = _widened(tl.where(refused, 0, tl.load(plain + at).to(tl.int32)))
-        scale = _widened(tl.load(steps + place).to(tl.int32))
-        code = tl.div_rn(x - _widened(tl.load(steps + place + 4).to(tl.int32)), scale)
+        x = widened(tl.where(refused, 0, tl.load(plain + at).to(tl.int32)))
+        scale = widened(tl.load(steps + place).to(tl.int32))
+        code = tl.div_rn(x - widened(tl.load(steps + place + 4).to(tl.int32)), scale)
         code = tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1.0)
-        code = (code + _TO_INTEGER).to(tl.int32, bitcast=True)
+        code = (code + TO_INTEGER).to(tl.int32, bitcast=True)
         words |= (code & (1 << BITS) - 1) << BITS * (value // 2) + 16 * (value % 2)
     tl.store(tile.to(tl.pointer_type(tl.int32)) + word, words)
     tl.debug_barrier()  # no thread reads the steps any more

@@ -19,17 +19,35 @@ _REFUSED, _NO_SCALE = form.REFUSED, form.NO_SCALE
 _LEAST_SCALE, _LEAST_OFFSET = np.float32(form.LEAST_SCALE), np.float32(form.LEAST_OFFSET)
 _SCALE_SHIFT, _OFFSET_SHIFT, _HIGH_SHIFT = form.SCALE_SHIFT, form.OFFSET_SHIFT, form.HIGH_SHIFT
 _SHARE_OF_4, _SHARE_OF_8 = np.float32(form.share(4)), np.float32(form.share(8))
-_SHRUNK = np.float32(form.SHRUNK)
-_OF_SCALE, _OF_HIGH_SCALE = np.float32(form.SHRUNK * 2.0**-133), np.float32(form.SHRUNK * 2.0**-129)
+SHRUNK = np.float32(form.SHRUNK)
+OF_SCALE, _OF_HIGH_SCALE = np.float32(form.SHRUNK * 2.0**-133), np.float32(form.SHRUNK * 2.0**-129)
 """What a stored scale is multiplied by."""
 _DROPPED = 45
 """Bits of a float64's mantissa that bfloat16 has not."""
 
 
 @njit(nogil=True)
-def _put(out, at, bits):
+def put(out, at, bits):
+    """Write 16 bits at byte `at`."""
     out[at] = bits & 0xFF
     out[at + 1] = bits >> 8
+
+
+@njit(nogil=True)
+def read_steps(closed, begin, rows, scales, offsets):
+    """scales, offsets = the bits of steps that begin at byte `begin`, as float32."""
+    for i in range(len(rows)):
+        place, row = begin + 4 * i - 2 * (i % 4), rows[i]
+        scales.view(np.uint32)[row] = int64(closed[place]) << 16 | int64(closed[place + 1]) << 24
+        offsets.view(np.uint32)[row] = int64(closed[place + 8]) << 16 | int64(closed[place + 9]) << 24
+
+
+@njit(nogil=True)
+def nearest(both, parts):
+    """The bfloat16 nearest to both[0], a float64, as float32; parts: its view as uint64."""
+    odd = parts[0] >> np.uint64(_DROPPED) & np.uint64(1)
+    parts[0] = (parts[0] + np.uint64((1 << (_DROPPED - 1)) - 1) + odd) >> np.uint64(_DROPPED) << np.uint64(_DROPPED)
+    return np.float32(both[0])
 
 
 @njit(nogil=True)
@@ -73,8 +91,8 @@ def _close_tile(source, at, row, dim, keys, bits, order, rows, out, to, tile, sc
         place, row_of = begin + 4 * i - 2 * (i % 4), rows[i]
         scale, offset = int64(scales.view(np.uint32)[row_of]) >> 16, int64(offsets.view(np.uint32)[row_of]) >> 16
         scale += _SCALE_SHIFT - (_HIGH_SHIFT if _high(row_of, bits) else 0)
-        _put(out, place, _NO_SCALE if refused else scale)
-        _put(out, place + 8, offset - _OFFSET_SHIFT if offset else 0)
+        put(out, place, _NO_SCALE if refused else scale)
+        put(out, place + 8, offset - _OFFSET_SHIFT if offset else 0)
     for number in range(TOKENS * dim // step):
         word = 0
         for i in range(step):
@@ -92,12 +110,10 @@ def open_tile(closed, at, dim, keys, bits, order, rows, out):
     """out[64 * dim] = the tile at byte `at` of `closed`, in float32, a token a row."""
     count, mask, step = len(rows), (1 << bits) - 1, 32 // bits
     scales, offsets, begin = np.empty(count, np.float32), np.empty(count, np.float32), at + TOKENS * dim * bits // 8
-    for i in range(count):
-        place, row = begin + 4 * i - 2 * (i % 4), rows[i]
-        scales.view(np.uint32)[row] = int64(closed[place]) << 16 | int64(closed[place + 1]) << 24
-        offsets.view(np.uint32)[row] = int64(closed[place + 8]) << 16 | int64(closed[place + 9]) << 24
-        scales[row] *= _OF_HIGH_SCALE if _high(row, bits) else _OF_SCALE
-        offsets[row] *= _SHRUNK
+    read_steps(closed, begin, rows, scales, offsets)
+    for row in range(count):
+        scales[row] *= _OF_HIGH_SCALE if _high(row, bits) else OF_SCALE
+        offsets[row] *= SHRUNK
     both = np.empty(1, np.float64)
     parts = both.view(np.uint64)
     for number in range(TOKENS * dim // step):
@@ -107,10 +123,7 @@ def open_tile(closed, at, dim, keys, bits, order, rows, out):
             row = place % dim if keys else place // dim
             code = (word >> (bits * (i // 2) + 16 * (i % 2))) & mask
             both[0] = np.float64(code) * np.float64(scales[row]) + np.float64(offsets[row])
-            odd = parts[0] >> np.uint64(_DROPPED) & np.uint64(1)
-            nearest = parts[0] + np.uint64((1 << (_DROPPED - 1)) - 1) + odd
-            parts[0] = nearest >> np.uint64(_DROPPED) << np.uint64(_DROPPED)
-            out[place] = np.float32(both[0])
+            out[place] = nearest(both, parts)
 
 
 _data, _bits, _ids, _orders = (

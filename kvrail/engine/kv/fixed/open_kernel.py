@@ -56,6 +56,17 @@ def _half(words, shift: tl.constexpr):
 
 
 @triton.jit
+def values_of_bytes(codes, both, ROWS: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """A tile / SHRUNK from words of four codes, [repeat, chunk, warp, column, t, step], and its steps, [rows]."""
+    chunks: tl.constexpr = ROWS // 64  # of a repeat
+    codes = tl.join(codes & 0x00FF00FF, _odd_bytes(codes, ASSEMBLED))
+    both = tl.permute(tl.reshape(both, [4, chunks, 1, 1, 1, 4, 2, 2]), (2, 1, 3, 4, 0, 5, 7, 6))
+    scales, offsets = tl.split(both)
+    values = _values_of(codes, scales, offsets, ASSEMBLED)
+    return tl.permute(tl.join(_half(values, 0), _half(values, 16)), (1, 5, 6, 4, 7, 0, 2, 3))
+
+
+@triton.jit
 def open_tile(tile, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ASSEMBLED: tl.constexpr):
     """A tile / SHRUNK as an operand: bfloat16 [ROWS, COLUMNS], each 64 or 128. tile: where it begins."""
     words = tile.to(tl.pointer_type(tl.uint32))
@@ -78,13 +89,8 @@ def open_tile(tile, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexp
         values = _values_of(codes, scales, offsets, ASSEMBLED)
         values = tl.permute(tl.join(_half(values, 0), _half(values, 16)), (5, 6, 7, 3, 8, 0, 4, 1, 2))
     else:
-        chunks: tl.constexpr = ROWS // 64  # of a repeat
-        codes = tl.reshape(codes, [COLUMNS // 32, chunks, 4, 8, 4, 4])  # repeat, chunk, warp, column, t, step
-        codes = tl.join(codes & 0x00FF00FF, _odd_bytes(codes, ASSEMBLED))
-        both = tl.permute(tl.reshape(both, [4, chunks, 1, 1, 1, 4, 2, 2]), (2, 1, 3, 4, 0, 5, 7, 6))
-        scales, offsets = tl.split(both)
-        values = _values_of(codes, scales, offsets, ASSEMBLED)
-        values = tl.permute(tl.join(_half(values, 0), _half(values, 16)), (1, 5, 6, 4, 7, 0, 2, 3))
+        codes = tl.reshape(codes, [COLUMNS // 32, ROWS // 64, 4, 8, 4, 4])
+        values = values_of_bytes(codes, both, ROWS, ASSEMBLED)
     return tl.reshape(values, [ROWS, COLUMNS])
 
 

@@ -1,6 +1,7 @@
 """A pool of closed pages of fixed width, on one device: see `form` for what a page is made of."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,11 @@ class FixedPages:
         layout = self.layout
         return FixedLayer(self.pages[index], layout.key_dim, layout.value_dim, self.bits, layout.page_size)
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What attention reads of the pool, by name."""
+        return {"closed": self.pages}
+
     def close(
         self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
@@ -81,8 +87,7 @@ class FixedPages:
         """
         self._kernels().close(self, keys, values, sources, targets)
         key, value = self.tiles
-        scales = self.pages.view(torch.int16)[..., [key.steps // 2, (key.bytes + value.steps) // 2]]
-        return scales.index_select(1, targets).eq(NO_SCALE).sum((0, 2, 3, 4))
+        return refused_tiles(self.pages, (key.steps, key.bytes + value.steps), targets)
 
     def open(self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Open closed pages `sources` of all layers into plain pages `targets` of `keys` and `values`: see `close`."""
@@ -97,6 +102,17 @@ class FixedPages:
         from kvrail.engine.kv.fixed import cpu  # compiles kernels, which a CUDA worker does not need
 
         return cpu
+
+
+def refused_tiles(pages: torch.Tensor, steps: Sequence[int], targets: torch.Tensor) -> torch.Tensor:
+    """How many tiles of each page of `targets` were refused: see `FixedPages.close`.
+
+    pages: uint8 [layers, num_pages, kv_heads, blocks, bytes]; steps: where those of keys and of values begin. Reads
+    these pages alone, by numbers that are on the device: an index that is a list would wait for all work before it.
+    """
+    words = pages.view(torch.int16)
+    scales = torch.stack([words[..., at // 2].index_select(1, targets) for at in steps])
+    return scales.eq(NO_SCALE).sum((0, 1, 3, 4))
 
 
 def tiles(layout: KVLayout, bits: int) -> tuple[Tile, Tile]:

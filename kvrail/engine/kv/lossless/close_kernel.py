@@ -1,4 +1,4 @@
-"""Closing of pages in Triton: bit for bit what `reference` does. Each value is found by the arithmetic of its place."""
+"""Closing of pages in Triton: bit for bit what `reference` does, four values at a time, in the bytes of a word."""
 
 import triton
 import triton.language as tl
@@ -8,87 +8,194 @@ from kvrail.engine.kv.lossless import form
 _CODES = tl.constexpr(form.CODES)
 _TRIED = tl.constexpr(form.BASES_TRIED)
 _STEP = tl.constexpr(form.BASE_STEP)
-_SPECIAL = tl.constexpr(form.SPECIAL)
 _RAW = tl.constexpr(form.RAW)
 _SOME = tl.constexpr(form.SOME)
 _NO_UNIT = tl.constexpr(form.NO_UNIT)
-_NO_PLACE = tl.constexpr(1 << 20)
+_NO_WORD = tl.constexpr(1 << 20)
+_ONES, _LEADS, _RESTS = tl.constexpr(0x01010101), tl.constexpr(0x80808080), tl.constexpr(0x7F7F7F7F)
+"""Masks have the lowest bit of each byte of a word, the highest, or all others."""
 
 
 @triton.jit
-def _bases_of(upper, DIM: tl.constexpr):
-    """A base for each channel, int32 [DIM]; see reference. upper: int32 [64, DIM]."""
-    top = tl.max(tl.where(upper < _SPECIAL, upper, 0), axis=0)
-    best = tl.zeros([DIM], tl.int32)
-    fewest = tl.full([DIM], 65, tl.int32)
-    for lower in tl.static_range(_TRIED):
-        base = tl.maximum(top - (_CODES - 1 + _STEP * lower), 0)
-        code = (upper - base[None, :]).to(tl.uint32)  # below the base: wraps round
-        escapes = tl.sum((code >= _CODES).to(tl.int32), axis=0)
-        best = tl.where(escapes < fewest, base, best)
-        fewest = tl.minimum(escapes, fewest)
-    return best
+def _chosen(first, second, BYTES: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """Words of four of the bytes of two words: a digit of BYTES, which is hexadecimal, says which of the eight.
 
-
-@triton.jit
-def _cell_of(word, byte, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """Token and channel of a value: of byte `byte` of word `word` of a tile's low bytes. See form.places."""
-    steps: tl.constexpr = DIM // 16 if KEYS else 4
-    number = word // 512 * 4 + word % 4
-    row = number % steps * 16 + word // 4 % 4 * 2 + byte % 2 + byte // 2 * 8
-    column = (number // steps * 4 + word // 128 % 4) * 8 + word // 16 % 8
-    if KEYS:
-        return column, row
-    return row, column
-
-
-@triton.jit
-def _base_place(channel, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """Where a channel's base lies. See form.base_places."""
-    if KEYS:
-        return channel // 2 % 4 * (DIM // 4) + channel // 16 * 4 + channel // 8 % 2 * 2 + channel % 2
-    return channel % 32 * (DIM // 32) + channel // 32
-
-
-@triton.jit
-def _bits_at(plain, word, byte, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """The value's bits, int32, and its channel."""
-    token, channel = _cell_of(word, byte, DIM, KEYS)
-    return tl.load(plain + token * KV_HEADS * DIM + channel).to(tl.int32) & 0xFFFF, channel
-
-
-@triton.jit
-def _high_at(plain, bases, word, byte, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """The value's high byte, its channel's base, and what the exponent's upper part is above that, int32."""
-    bits, channel = _bits_at(plain, word, byte, KV_HEADS, DIM, KEYS)
-    base = tl.load(bases + _base_place(channel, DIM, KEYS)).to(tl.int32)
-    high = bits >> 8
-    return high, base, (high & 0x7F) - base
-
-
-@triton.jit
-def _is_escape(code):
-    return (code < 0) | (code >= _CODES)
-
-
-@triton.jit
-def _spread_at(plain, bases, word, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """A word of four nibbles, each as it lies in a high byte."""
-    spread = word * 0
+    ASSEMBLED: by the instruction for it, which Triton's interpreter does not know.
+    """
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, $2, {BYTES};", "=r,r,r", [first, second], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    both, words = second.to(tl.uint64) << 32 | first, first * 0
     for byte in tl.static_range(4):
-        high, _, code = _high_at(plain, bases, word, byte, KV_HEADS, DIM, KEYS)
-        spread |= tl.where(_is_escape(code), 0, code | high & 0x80) << 8 * byte
-    return spread.to(tl.uint32)
+        words |= (both >> 8 * (BYTES >> 4 * byte & 15) & 0xFF).to(tl.uint32) << 8 * byte
+    return words
 
 
 @triton.jit
-def _high_words(plain, word, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SHIFT: tl.constexpr):
-    """Words of four values' high bytes, SHIFT 8, or low bytes, SHIFT 0."""
-    words = word * 0
-    for byte in tl.static_range(4):
-        bits, _ = _bits_at(plain, word, byte, KV_HEADS, DIM, KEYS)
-        words |= (bits >> SHIFT & 0xFF) << 8 * byte
-    return words.to(tl.uint32)
+def _bytes_of(plain, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """A tile's low bytes and its high bytes, as words of the four values that share one in `form`: uint32.
+
+    Of keys [tokens, steps and t], of values [steps and t, channels / 4, 4]. Each value is loaded once, and a warp has
+    all of a channel's values, or many of them.
+    """
+    plain, token = plain.to(tl.pointer_type(tl.uint32)), KV_HEADS * DIM // 2  # words of two channels
+    if KEYS:
+        column = tl.arange(0, DIM // 4)[None, :]
+        at = plain + tl.arange(0, 64)[:, None] * token + column // 4 * 8 + column % 4
+        first, second = tl.load(at), tl.load(at + 4)
+    else:
+        row, word = tl.arange(0, 16)[:, None, None], tl.arange(0, 8)[None, None, :]
+        at = plain + (row // 4 * 16 + row % 4 * 2) * token + tl.arange(0, DIM // 16)[None, :, None] * 8 + word
+        first = _of_channels(tl.load(at), tl.load(at + token), DIM, ASSEMBLED)
+        second = _of_channels(tl.load(at + 8 * token), tl.load(at + 9 * token), DIM, ASSEMBLED)
+    return _chosen(first, second, 0x6420, ASSEMBLED), _chosen(first, second, 0x7531, ASSEMBLED)
+
+
+@triton.jit
+def _of_channels(token, following, DIM: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """Each channel's words of two tokens, [16, DIM / 4, 4], from each token's words of two channels."""
+    both = tl.join(_chosen(token, following, 0x5410, ASSEMBLED), _chosen(token, following, 0x7632, ASSEMBLED))
+    return tl.reshape(both, [16, DIM // 4, 4])
+
+
+@triton.jit
+def _in_order(words, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Words of `_bytes_of` in the order of storage: [2 halves, chunks of a half, 4 warps, 8, 4, 4 words of a lane]."""
+    if KEYS:
+        return tl.permute(tl.reshape(words, [2, 4, 8, DIM // 64, 4, 4]), (0, 3, 1, 2, 5, 4))
+    return tl.permute(tl.reshape(words, [4, 4, 2, DIM // 64, 4, 8]), (2, 3, 4, 5, 1, 0))
+
+
+@triton.jit
+def _filled(leads):
+    """The other bits of each byte whose highest bit is set."""
+    return leads - (leads >> 7)
+
+
+@triton.jit
+def _less(words, by: tl.constexpr):
+    """Each byte less `by`, but at least 0; bytes are below 128."""
+    less = (words | _LEADS) - by * _ONES
+    return less & _filled(less & _LEADS)
+
+
+@triton.jit
+def _inside(upper, bases):
+    """The highest bit of each byte that a nibble reaches from its base; bytes are below 128."""
+    return (upper | _LEADS) - bases & bases + (_CODES - 1) * _ONES + _LEADS - upper & _LEADS
+
+
+@triton.jit
+def _tops_of(upper, KEYS: tl.constexpr):
+    """For each channel, one more than the largest part of an exponent that is not special, or 0; see `_bases_of`."""
+    above = ((upper + _ONES) & _RESTS).to(tl.int32)  # 0 of special ones
+    if KEYS:
+        parts = tl.join(tl.join(above << 24, above << 8), tl.join(above << 16, above))
+        parts = tl.reshape(parts, [64, upper.shape[1], 4])
+    else:
+        parts = tl.maximum(tl.maximum(above, above << 8), tl.maximum(above << 16, above << 24))
+    return tl.sum((tl.max(parts, axis=0) >> 24) << 8 * tl.arange(0, 4)[None, :], axis=1).to(tl.uint32)
+
+
+@triton.jit
+def _spread_out(bases, KEYS: tl.constexpr):
+    """Words of the bases of four channels as words of `_bytes_of` have these channels."""
+    if KEYS:  # noqa: SIM108 a branch on constants
+        words = bases[None, :]
+    else:
+        words = (bases[None, :, None] >> 8 * tl.arange(0, 4)[None, None, :] & 0xFF) * _ONES
+    return words
+
+
+@triton.jit
+def _reached(upper, bases, KEYS: tl.constexpr):
+    """For each channel, how many values nibbles reach; see `_bases_of`."""
+    inside = _inside(upper, _spread_out(bases, KEYS)) >> 7
+    if not KEYS:
+        inside = tl.sum((inside * _ONES >> 24) << 8 * tl.arange(0, 4)[None, None, :], axis=2)
+    return tl.sum(inside, axis=0)
+
+
+@triton.jit
+def _bases_of(upper, KEYS: tl.constexpr):
+    """A base for each channel, see reference, and how many values nibbles reach from it; uint32, four channels a word.
+
+    upper: of each exponent, in words as `_bytes_of` has them.
+    """
+    tops = _tops_of(upper, KEYS)
+    best = _less(tops, _CODES)
+    most = _reached(upper, best, KEYS)
+    if _some_missed(most):
+        for lower in tl.static_range(1, _TRIED):
+            bases = _less(tops, _CODES + _STEP * lower)
+            count = _reached(upper, bases, KEYS)
+            more = _filled((count | _LEADS) - most - _ONES & _LEADS)
+            best ^= (best ^ bases) & more
+            most ^= (most ^ count) & more
+    return best, most
+
+
+@triton.jit
+def _some_missed(reached):
+    """Whether some values of a tile are escapes; reached: see `_bases_of`."""
+    return tl.max((reached != 64 * _ONES).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def _store_bases(at, bases, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """at: where a tile's bases lie. See form.base_places."""
+    if KEYS:
+        column = tl.arange(0, DIM // 4)
+        tl.store(at.to(tl.pointer_type(tl.uint32)) + column % 4 * (DIM // 16) + column // 4, bases)
+    else:
+        byte = tl.arange(0, 4)[None, :]
+        channel = 4 * tl.arange(0, DIM // 4)[:, None] + byte
+        tl.store(at + channel % 32 * (DIM // 32) + channel // 32, (bases[:, None] >> 8 * byte).to(tl.uint8))
+
+
+@triton.jit
+def _in_twos(words, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Words of `_bytes_of` that share a word of nibbles: two of [pairs of chunks, 2 chunks, 128 lanes, 2 pairs]."""
+    return tl.split(tl.reshape(_in_order(words, DIM, KEYS), [DIM // 64, 2, 128, 2, 2]))
+
+
+@triton.jit
+def _packed(spread, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Words of eight nibbles, [8 * DIM], from words of four, each as it lies in a high byte."""
+    first, second = _in_twos(spread, DIM, KEYS)
+    return tl.reshape(tl.permute(first | second >> 4 | second << 28, (0, 2, 1, 3)), [8 * DIM])
+
+
+@triton.jit
+def _first_of(changes, word):
+    """The word of escapes for the first change among the four of `word`, or 0; and the changes without it."""
+    byte = tl.where(changes & 0xFF != 0, 0, tl.where(changes & 0xFF00 != 0, 1, tl.where(changes & 0xFF0000 != 0, 2, 3)))
+    change = changes >> 8 * byte & 0xFF
+    return tl.where(change != 0, change << 24 | (4 * word + byte).to(tl.uint32), 0), changes ^ change << 8 * byte
+
+
+@triton.jit
+def _escapes_of(changes, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Both words of escapes of each group, uint32 [8]. changes: what to XOR each high byte with; some are not 0.
+
+    In twos, a warp has all of a group: over lanes that are no neighbours, Triton 3.6 reduces wrongly.
+    """
+    first, second = _in_twos(changes, DIM, KEYS)
+    changes = tl.reshape(tl.join(first, second), [2, DIM // 64, 4, 128])
+    changes = tl.reshape(tl.permute(changes, (0, 2, 1, 3)), [8, 2 * DIM])
+    word = tl.arange(0, 2 * DIM)[None, :]
+    places = tl.where(changes != 0, word, _NO_WORD)
+    here = tl.min(places, axis=1)
+    after = tl.min(tl.where(places > here[:, None], places, _NO_WORD), axis=1)
+    first, others = _first_of(tl.sum(tl.where(word == here[:, None], changes, 0), axis=1), here)
+    second, _ = _first_of(others, here)
+    later, _ = _first_of(tl.sum(tl.where(word == after[:, None], changes, 0), axis=1), after)
+    second = tl.where(second != 0, second, later)
+    flags = ((changes & _RESTS) + _RESTS | changes) & _LEADS
+    raw = tl.max(tl.sum((flags >> 7) * _ONES >> 24, axis=1).to(tl.int32), axis=0) > 2
+    first |= tl.where(tl.arange(0, 8) == 0, _SOME, 0).to(tl.uint32)
+    return tl.where(raw, _RAW, first).to(tl.uint32), tl.where(raw, _NO_UNIT, second).to(tl.uint32)
 
 
 @triton.jit
@@ -130,6 +237,7 @@ def close_pages(
     BEGIN: tl.constexpr,
     BOTH_TILES: tl.constexpr,
     KEYS: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
 ):
     """Grid: (pages, KV_HEADS * BLOCKS, layers). Plain pages of `pool`: uint16 [BLOCKS * 64, KV_HEADS, DIM].
 
@@ -138,39 +246,26 @@ def close_pages(
     """
     plain = _plain_of(pool, sources, pool_layer, KV_HEADS, BLOCKS, DIM)
     tile = _tile_of(closed, targets, layer_bytes, KV_HEADS, BLOCKS, BEGIN, BOTH_TILES)
-    words, bases = tile.to(tl.pointer_type(tl.uint32)), tile + 96 * DIM
-    token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)
-    upper = tl.load(plain + token * KV_HEADS * DIM + channel[None, :]).to(tl.int32) >> 8 & 0x7F
-    tl.store(bases + _base_place(channel, DIM, KEYS), _bases_of(upper, DIM).to(tl.uint8))
-    tl.debug_barrier()  # what follows reads them
+    words = tile.to(tl.pointer_type(tl.uint32))
+    low, high = _bytes_of(plain, KV_HEADS, DIM, KEYS, ASSEMBLED)
+    tl.store(words + tl.arange(0, 16 * DIM), tl.reshape(_in_order(low, DIM, KEYS), [16 * DIM]))
+    upper = high & _RESTS
+    bases, reached = _bases_of(upper, KEYS)
+    _store_bases(tile + 96 * DIM, bases, DIM, KEYS)
 
-    word = tl.arange(0, 16 * DIM)
-    tl.store(words + word, _high_words(plain, word, KV_HEADS, DIM, KEYS, 0))
-    number = tl.arange(0, 8 * DIM)
-    word = (number // 512 * 2 + number % 4 // 2) * 512 + number % 512 // 4 * 4 + number % 2 * 2
-    first = _spread_at(plain, bases, word, KV_HEADS, DIM, KEYS)
-    second = _spread_at(plain, bases, word + 1, KV_HEADS, DIM, KEYS)
-    tl.store(words + 16 * DIM + number, first | second >> 4 | second << 28)
+    bases = _spread_out(bases, KEYS)
+    inside = _inside(upper, bases)
+    code = ((upper | _LEADS) - bases) & (_CODES - 1) * _ONES
+    spread = code & _filled(inside) | high & inside
+    tl.store(words + 16 * DIM + tl.arange(0, 8 * DIM), _packed(spread, DIM, KEYS))
 
-    group, place = tl.arange(0, 8)[:, None], tl.arange(0, 8 * DIM)[None, :]
-    word = (group // 4 * (DIM // 64) + place // 512) * 512 + group % 4 * 128 + place % 512 // 4
-    high, base, code = _high_at(plain, bases, word, place % 4, KV_HEADS, DIM, KEYS)
-    changes = tl.where(_is_escape(code), high ^ base, 0)
-    places = tl.where(changes != 0, place, _NO_PLACE)
-    first = tl.min(places, axis=1)
-    second = tl.min(tl.where(places > first[:, None], places, _NO_PLACE), axis=1)
-    raw = tl.max(tl.sum((changes != 0).to(tl.int32), axis=1), axis=0) > 2
+    first = tl.zeros([8], tl.uint32)
+    second = first
+    if _some_missed(reached):
+        first, second = _escapes_of((high ^ bases) & ~(_filled(inside) | inside), DIM, KEYS)
     escapes = words + 24 * DIM + DIM // 4 + 2 * tl.arange(0, 8)
-    some = tl.where((tl.arange(0, 8) == 0) & (tl.min(first, axis=0) < _NO_PLACE), _SOME, 0)
-    tl.store(escapes, tl.where(raw, _RAW, _word_of(changes, place, first) | some))
-    tl.store(escapes + 1, tl.where(raw, _NO_UNIT, _word_of(changes, place, second)))
-
-
-@triton.jit
-def _word_of(changes, place, at):
-    """Each group's word for the escape in its place `at`, [8]; 0 where there is none."""
-    change = tl.sum(tl.where(place == at[:, None], changes, 0), axis=1)
-    return tl.where(at < _NO_PLACE, change << 24 | at, 0).to(tl.uint32)
+    tl.store(escapes, first)
+    tl.store(escapes + 1, second)
 
 
 @triton.jit
@@ -190,6 +285,7 @@ def keep_raw(
     BEGIN: tl.constexpr,
     BOTH_TILES: tl.constexpr,
     KEYS: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
 ):
     """Grid: as of close_pages. Store raw tiles' high bytes in their spare units.
 
@@ -199,9 +295,10 @@ def keep_raw(
     unit = tl.load(units + program)
     if unit < 0:
         return
-    plain, word = _plain_of(pool, sources, pool_layer, KV_HEADS, BLOCKS, DIM), tl.arange(0, 16 * DIM)
+    plain = _plain_of(pool, sources, pool_layer, KV_HEADS, BLOCKS, DIM)
+    _, high = _bytes_of(plain, KV_HEADS, DIM, KEYS, ASSEMBLED)
     held = (spare + unit.to(tl.int64) * unit_bytes).to(tl.pointer_type(tl.uint32))
-    tl.store(held + word, _high_words(plain, word, KV_HEADS, DIM, KEYS, 8))
+    tl.store(held + tl.arange(0, 16 * DIM), tl.reshape(_in_order(high, DIM, KEYS), [16 * DIM]))
     tile = _tile_of(closed, targets, layer_bytes, KV_HEADS, BLOCKS, BEGIN, BOTH_TILES)
     escapes = tile.to(tl.pointer_type(tl.int32)) + 24 * DIM + DIM // 4
     tl.store(escapes + 2 * tl.arange(0, 8) + 1, tl.zeros([8], tl.int32) + unit)

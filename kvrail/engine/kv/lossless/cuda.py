@@ -67,7 +67,6 @@ def open(
             pool[0].numel(),
             closed.spare.shape[1],
             **_constants(closed, kind),
-            ASSEMBLED=isinstance(open_pages, triton.JITFunction),
         )
 
 
@@ -91,4 +90,5 @@ def _constants(closed: ClosedPages, keys: bool) -> dict[str, Any]:
         "BEGIN": 0 if keys else Tile(layout.key_dim).bytes,
         "BOTH_TILES": both,
         "KEYS": keys,
+        "ASSEMBLED": isinstance(open_pages, triton.JITFunction),
     }
