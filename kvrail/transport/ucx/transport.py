@@ -126,11 +126,16 @@ class UcxTransport:
         return UcxReceiver(self._attempt(endpoint, key, self._count_received), self._pools, self._retired)
 
     async def aclose(self) -> None:
-        """Close everything; senders and receivers have been closed before."""
-        for task in self._tasks:
-            task.cancel()
+        """Close everything; senders and receivers have been closed before.
+
+        A peer has a grace to take what is on its way and to report its own end.
+        """
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            _, left = await asyncio.wait(self._tasks, timeout=self._grace_s)
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left)
         await self._endpoints.aclose()
         await self._worker.aclose()
 

@@ -220,3 +220,27 @@ async def test_a_receiver_that_takes_one_payload_after_another_is_not_cut():
     await asyncio.gather(payload_sender.aclose(), payload_receiver.aclose())
     await sender.aclose()
     await receiver.aclose()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_transport_that_closes_waits_for_its_receivers(tls, answers):
+    """What it sent last may be on its way until they have ended; one that never does is given a grace."""
+    sender = await UcxTransport.start(
+        pool=host_pool(4096), settings=SETTINGS[tls], grace_s=PATIENCE_S if answers else 0.1
+    )
+    receiver = await UcxTransport.start(pool=host_pool(1 << 20), settings=SETTINGS[tls])
+    payload_sender = await sender.sender(Peer(receiver.address), 7)
+    payload_receiver = await receiver.receiver(Peer(sender.address), 7)
+    sending = asyncio.create_task(payload_sender.send(memoryview(pattern(100_000))))
+    (await payload_receiver.receive(100_000, on_device=False)).release()
+    await sending
+    await payload_sender.aclose()
+    closing = asyncio.create_task(sender.aclose())
+    async with asyncio.timeout(PATIENCE_S):
+        if answers:
+            done, _ = await asyncio.wait({closing}, timeout=0.3)
+            assert not done
+            await payload_receiver.aclose()
+        await closing
+    await payload_receiver.aclose()
+    await receiver.aclose()
