@@ -25,7 +25,6 @@ async def send(channel: Connection) -> None:
     offer = await asyncio.to_thread(channel.recv_bytes)
     sending = endpoint.send(offer, HERE, channel.send_bytes)
     await sending.done()
-    await asyncio.to_thread(channel.recv_bytes)  # the last payload may be on its way until the receiver has it
     print(f"sent {sending.counts.raw_bytes} bytes of KV as {sending.counts.payload_bytes}")
     await endpoint.aclose()
 
@@ -38,7 +37,6 @@ async def receive(channel: Connection) -> None:
     channel.send_bytes(receiving.offer)
     asyncio.get_running_loop().add_reader(channel.fileno(), lambda: receiving.deliver(channel.recv_bytes()))
     await receiving.done()
-    channel.send_bytes(b"received")
     asyncio.get_running_loop().remove_reader(channel.fileno())
     for layer, source in enumerate(filled()):
         for pool, sent in ((keys, source[0]), (values, source[1])):
@@ -53,8 +51,9 @@ def other_process(channel: Connection) -> None:
 
 
 if __name__ == "__main__":
-    here, there = mp.Pipe()
-    process = mp.get_context("spawn").Process(target=other_process, args=(there,))
+    spawn = mp.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=other_process, args=(there,))
     process.start()
     asyncio.run(receive(here))
     process.join()
