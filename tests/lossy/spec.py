@@ -28,16 +28,26 @@ def loaded(folder: str, device: str, eager: bool) -> LoadedModel:
 class Spec:
     """One model over lossy pages of `bits`, see lossy.CODE_BITS. most: pages of the longest sequence.
 
-    eager: on CUDA, the engine's setting. Compiled layers round otherwise than those that are not.
+    eager, step_tokens: on CUDA, the engine's `eager` and `max_batch_tokens`. Compiled layers round otherwise than those
+    that are not, and in the way that suits their first step.
     """
 
-    def __init__(self, folder: str, bits: int, most: int = 16, device: str = "cpu", eager: bool = True) -> None:
+    def __init__(
+        self,
+        folder: str,
+        bits: int,
+        most: int = 16,
+        device: str = "cpu",
+        eager: bool = True,
+        step_tokens: int = 1024,
+    ) -> None:
         self._model, self._bits, self._most = loaded(folder, device, eager), bits, most
+        self._step_tokens = step_tokens
         self._runner = ModelRunner(
             self._model,
             2 * most,
             max_running=1,
-            max_batch_tokens=PAGE * most,
+            max_batch_tokens=step_tokens,
             cuda_graphs=not eager,
             compile=not eager,
         )
@@ -45,10 +55,17 @@ class Spec:
             self._runner.warm_up()
         self._sampler = Sampler(self._model.vocab_size, self._model.device)
 
+    @property
+    def numerics(self) -> str:
+        """Digest of what the runner computes; empty where it is eager, which is not tried."""
+        return self._runner.finding.numerics
+
     def says(self, request: EngineRequest, index: int = 0) -> list[int]:
         """The output of one of a request's sequences. Page `most` + i holds what closing leaves of page i."""
         prompt, tokens = list(request.prompt_ids), list(request.prompt_ids)
-        logits = self._runner.execute([SequenceSlice(prompt, 0, range(self._most), 1)])
+        for begin in range(0, len(prompt), self._step_tokens):
+            piece = prompt[begin : begin + self._step_tokens]
+            logits = self._runner.execute([SequenceSlice(piece, begin, range(self._most), 1)])
         closed, may_close = 0, True
         while True:
             row = SampleRow(request.params, index, len(tokens), prompt, tokens[len(prompt) :])
