@@ -146,35 +146,51 @@ def two(prompts, sequences, **fleet):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "sequences", "better"),
+    ("prompts", "sequences", "wait_s", "better"),
     [
-        (0.03, 1, None),  # 1,024 tokens in, 128 out: 1 stream
-        (0.21, 7, 1),  # 8 streams
-        (0.38, 15, 1),  # 16
-        (0.65, 30, 1),  # 32
-        (0.97, 60, None),  # 64
-        (1.25, 120, None),  # 128
-        (0.10, 63, None),  # 256 in, 512 out: 64 streams
-        (1.16, 60, None),  # 4,000 in, 64 out: 64 streams
-        (0.95, 8, None),  # 8,000 in, 128 out: 8 streams
+        (0.03, 1, 0.0, None),  # 1,024 tokens in, 128 out: 1 stream
+        (0.21, 7, 0.01, 1),  # 8 streams
+        (0.38, 15, 0.01, 1),  # 16
+        (0.65, 30, 0.03, 1),  # 32
+        (0.97, 60, 0.44, None),  # 64
+        (1.25, 120, 1.1, None),  # 128
+        (0.10, 63, 0.1, None),  # 256 in, 512 out: 64 streams
+        (1.16, 60, 7.4, None),  # 4,000 in, 64 out: 64 streams
+        (0.95, 8, 0.8, None),  # 8,000 in, 128 out: 8 streams
     ],
 )
-def test_prompts_have_the_workers_that_served_best_on_two_gpus(prompts, sequences, better):
-    """The better layout of each load, measured: benchmarks/results/roles-2026-11-28-2xh100.md."""
-    assert best_split(two(prompts, sequences), None) == better
-    assert best_split(two(prompts, sequences), 1) == better
+def test_prompts_have_the_workers_that_served_best_on_two_gpus(prompts, sequences, wait_s, better):
+    """The better layout of each load, measured: benchmarks/results/roles-2026-11-28-2xh100.md. wait_s: the pair's."""
+    assert best_split(two(prompts, sequences), None, 0.5) == better
+    assert best_split(two(prompts, sequences, wait_s=wait_s), 1, 0.5) == better
 
 
 def test_a_load_that_varies_changes_no_roles():
-    for prompts in (0.71, 0.76, 0.81):
+    for prompts in (0.85, 0.9, 0.97):
         assert [best_split(two(prompts, 30), before) for before in (None, 1)] == [None, 1]
     eight = {"decoding": 8, "both": 8}
-    for prompts in (2.3, 2.6):  # of 8 workers, between what 3 and 4 compute
+    for prompts in (2.75, 2.95):  # of 8 workers, between what 3 and 4 compute
         assert [best_split(two(prompts, 99, **eight), before) for before in (3, 4)] == [3, 4]
     assert best_split(two(1.2, 99, **eight), 4) == 2
     nearly = two(0.1, 4)
     assert nearly.apart_s(1) < nearly.together_s() < LONGER * nearly.apart_s(1)
     assert [best_split(nearly, before) for before in (None, 1)] == [None, 1]
+
+
+def test_workers_with_little_to_spare_compute_for_all_while_prompts_do_not_wait():
+    """As they do not in a closed loop; those that come at random do, and then all workers compute them."""
+    for prompts, wait_s, found in ((0.95, 0.2, 1), (0.95, 0.3, None), (0.8, 0.3, 1)):
+        assert best_split(two(prompts, 30, wait_s=wait_s), 1, ttft_s=0.5) == found
+
+
+def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
+    def split(waited_s, backlog):
+        """Of two workers, of which the first one has computed the prompts; the second one has nothing to do."""
+        first = worker("a", tokens_per_s=37_000, backlog=backlog)
+        return Snapshot(*[[first, worker("b", sequences=30)]] * 2, Slo(), 1, waited_s).kind("").split
+
+    assert split(0.0, 0) == split(0.0, 8_000) == split(0.2, 0) == 1
+    assert split(0.0, 12_000) is split(0.3, 0) is split(0.2, 8_000) is None
 
 
 def test_a_limit_of_gaps_comes_before_the_mean_gap():

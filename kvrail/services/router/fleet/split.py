@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 MIXED = 0.7
 """Part of a prompt's time that sequences beside it wait for: a step reads the weights once for both."""
-SPARE, STAYS_SPARE = 0.3, 0.18
-"""Part of its time that one worker for prompts has to spare, so that they wait little, for prompts to be split off, and
-to stay so; each of k workers: 1 / sqrt(k) of it."""
+SPARE, STAYS_SPARE = 0.16, 0.02
+"""Part of its time that one worker for prompts has to spare for prompts to be split off, so that they wait little
+however they come, and to stay so while they wait little; each of k workers: 1 / sqrt(k) of it."""
+WAIT = 0.5
+"""Part of the limit of the first token that prompts may wait for those workers: requests that come when others have
+ended wait little even if hardly any time is to spare, and requests that come at random do not."""
 LONGER, STAYS_LONGER = 1.04, 1.01
 """How many times as long the gaps of the other way are, for prompts to be split off, and to stay so."""
 
@@ -23,8 +26,8 @@ class Fleet:
     """What is measured of the workers of one moment.
 
     decoding: how many workers decode; both: how many of them compute prompts too; prefill: how many only do that.
-    prompts: prompts to compute, in seconds of one worker a second. step_s: of a step that only decodes, beside
-    sequence_s for each sequence.
+    prompts: prompts to compute, in seconds of one worker a second. wait_s: of the next prompt, for the workers that
+    compute them by the last split. step_s: of a step that only decodes, beside sequence_s for each sequence.
     """
 
     decoding: int
@@ -34,6 +37,7 @@ class Fleet:
     sequences: int
     step_s: float
     sequence_s: float
+    wait_s: float = 0.0
 
     def together_s(self) -> float:
         """Mean gap where every worker computes prompts."""
@@ -57,10 +61,15 @@ def fewest(fleet: Fleet, spare: float) -> int:
     return fleet.both + fleet.decoding
 
 
-def best_split(fleet: Fleet, before: int | None, gap_s: float = math.inf) -> int | None:
-    """How many workers of both roles to compute prompts on; None: on all. before: the last answer. gap_s: the limit."""
+def best_split(
+    fleet: Fleet, before: int | None, ttft_s: float = math.inf, gap_s: float = math.inf
+) -> int | None:
+    """How many workers of both roles to compute prompts on; None: on all. before: the last answer.
+
+    ttft_s, gap_s: limits.
+    """
     split = fewest(fleet, SPARE)
-    if before is not None and fewest(fleet, STAYS_SPARE) <= before <= split + 1:
+    if before is not None and fewest(fleet, STAYS_SPARE) <= before <= split + 1 and fleet.wait_s <= WAIT * ttft_s:
         split = before
     apart, together = fleet.apart_s(split), fleet.together_s()
     if (apart > gap_s) != (together > gap_s):

@@ -18,6 +18,7 @@ from kvrail.services.router.fleet.policy import (
     USUAL_SEQUENCE_S,
     USUAL_TOKEN_S,
     Candidate,
+    Load,
     Placement,
     PlacementRequest,
     Policy,
@@ -81,7 +82,7 @@ class _Worker:
         self.each, self.load, self.token_s, self.sequence_s = each, load, token_s, sequence_s
         self.slack, self.computes = load.slack, busy is not None
         self.decoding = load.sequences if both else 0
-        self.wait_s = max(0.0, load.backlog * token_s - load.computing_s)
+        self.wait_s = _wait_s(load, token_s)
         self.step_s = load.step_s + self.decoding * sequence_s if self.decoding else 0.0
         # Tokens of a step beside decoding: what keeps the limit of gaps, at least an eighth of the most.
         self.chunk = max(most / 8, min(most, (slo.gap_s - self.step_s) / token_s))
@@ -158,13 +159,19 @@ class _Kind:
 class Snapshot:
     """The workers of one moment, and what the choices for all prompts share.
 
-    decode, prefill: a worker of both roles is in both. split: that of the last choice.
+    decode, prefill: a worker of both roles is in both. split: that of the last choice. waited_s: how long the first
+    prompt has waited for its turn.
     """
 
     def __init__(
-        self, decode: Sequence[Candidate], prefill: Sequence[Candidate], slo: Slo, split: int | None = None
+        self,
+        decode: Sequence[Candidate],
+        prefill: Sequence[Candidate],
+        slo: Slo,
+        split: int | None = None,
+        waited_s: float = 0.0,
     ) -> None:
-        self.decode, self.prefill, self.slo, self._split = decode, prefill, slo, split
+        self.decode, self.prefill, self.slo, self._split, self._waited_s = decode, prefill, slo, split, waited_s
         self._kinds: dict[str, _Kind] = {}
 
     def kind(self, kv_cache: str) -> _Kind:
@@ -193,7 +200,10 @@ class Snapshot:
     ) -> tuple[dict[str, float | None], int | None]:
         """Part of their time that prompts are to have, of workers of both roles; None: they are to compute none."""
         names = [each.target for each in ready if each.target in both]
-        prompts = sum(each.load.tokens_per_s * each_s for each, each_s in zip(ready, _token_s(ready), strict=True))
+        rated = list(zip(ready, _token_s(ready), strict=True))
+        prompts = sum(each.load.tokens_per_s * each_s for each, each_s in rated)
+        others = [] if self._split is None else names[self._split :]
+        waits = (_wait_s(each.load, each_s) for each, each_s in rated if each.target not in others)
         fleet = Fleet(
             decoding=len(deciding),
             both=len(names),
@@ -202,8 +212,9 @@ class Snapshot:
             sequences=sum(each.load.sequences for each in deciding),
             step_s=fmean(known([each.load.step_s for each in deciding], USUAL_STEP_S)),
             sequence_s=fmean(known([each.load.sequence_s for each in deciding], USUAL_SEQUENCE_S)),
+            wait_s=self._waited_s + min(waits, default=0.0),
         )
-        split = best_split(fleet, self._split, self.slo.gap_s)
+        split = best_split(fleet, self._split, self.slo.ttft_s, self.slo.gap_s)
         computing = len(names) if split is None else split
         part = min(1.0, prompts / max(1, computing + fleet.prefill))
         return {name: part if place < computing else None for place, name in enumerate(names)}, split
@@ -296,6 +307,11 @@ def _way(here: _Cost | None, apart: _Cost | None, usual: str) -> tuple[str, str]
     else:
         way = HERE if here.seconds * margin < apart.seconds else APART
     return way, "cost" if way == cheaper else "usual"
+
+
+def _wait_s(load: Load, token_s: float) -> float:
+    """Seconds that a prompt waits there for those before it."""
+    return max(0.0, load.backlog * token_s - load.computing_s)
 
 
 def _token_s(ready: Sequence[Candidate]) -> list[float]:

@@ -230,7 +230,8 @@ class Dispatcher:
         """Whether a prompt left the queue."""
         passed: list[Ticket] = []
         decode, prefill = self._pool.candidates()
-        workers = Snapshot(decode, prefill, self._slo, self._split)
+        first = next(iter(self._turns.values()))
+        workers = Snapshot(decode, prefill, self._slo, self._split, self._clock() - first.since)
         suiting = {kind: able(suitable(kind, decode)) for kind in self.queue.kinds}
         room = {kind: any(each.load.has_room() for each in those) for kind, those in suiting.items()}
         free = sum(max(0, each.load.max_running - each.load.sequences) for each in able(decode))
