@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,6 @@ from kvrail.values.sampling import SamplingParams
 from kvrail.worker.budgets import limits_of
 from kvrail.worker.kv_cache import page_pool, pages_for
 
-_NEW_TOKENS = 1024
-"""Tokens that each request asks for: more than steps pass while the others' prompts are computed, and are timed."""
 _STEPS = 96
 """Decode steps that are timed: pages of 64 tokens are filled in each of them somewhere."""
 
@@ -51,6 +50,8 @@ class Bench:
         self.runner = ModelRunner(loaded, pages, max_running=running, max_batch_tokens=settings.max_batch_tokens)
         self.runner.warm_up()
         self.places = running
+        # Prompts are computed in whole steps, so that the first request does not put out much until the last begins.
+        self._budget = replace(limits_of(settings, loaded.vocab_size, running), mixed_batch_tokens=0)
         pool, closer = page_pool(settings, self.runner.cache)
         self._begun: set[str] = set()
         self._vocab = loaded.vocab_size
@@ -58,7 +59,7 @@ class Bench:
         self._engine = Engine(
             self.runner,
             Sampler(loaded.vocab_size, loaded.device),
-            Scheduler(pool, limits_of(settings, loaded.vocab_size, running)),
+            Scheduler(pool, self._budget),
             ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
             None,
             EngineMetrics(CollectorRegistry(), "benchmark"),
@@ -92,12 +93,23 @@ class Bench:
         return statistics.median(taken[8:])
 
     def most(self, length: int) -> int:
-        """Requests of `length` tokens that fit at once."""
+        """Requests of `length` tokens that fit at once, with what they have put out once steps have been timed.
+
+        The first has put out the most, the last next to nothing.
+        """
         size = self.runner.cache.layout.page_size
-        return min(self.places, self.tokens // size // -(-(length + _NEW_TOKENS) // size))
+
+        def fit(batch: int) -> bool:
+            return batch * -(-(length + self._output(batch, length) // 2) // size) <= self.tokens // size
+
+        return next((batch for batch in range(self.places, 1, -1) if fit(batch)), 1)
+
+    def _output(self, batch: int, length: int) -> int:
+        """Tokens that each request asks for: more than steps pass while prompts are computed, and are timed."""
+        return batch * -(-length // (self._budget.max_batch_tokens - batch)) + 2 * _STEPS
 
     def _start(self, batch: int, length: int) -> tuple[list[str], float]:
-        params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=self._output(batch, length), temperature=0.0, ignore_eos=True)
         prompts = self._random.integers(0, self._vocab, (batch, length)).tolist()
         names = [str(number) for number in range(batch)]
         begin = time.perf_counter()

@@ -28,7 +28,7 @@ POOL = ("--kv-memory-gib", str(float(SMALL_POOL_GIB) / 2), "--max-model-len", "1
 KINDS = (
     Case("plain pages", "llama", POOL),
     *(
-        replace(case, flags=(*case.flags[:2], *POOL))
+        replace(case, architecture="llama", flags=(*case.flags[:2], *POOL))
         for case in CASES
         if case.name in ("lossless pages", "int4 pages", "kvcomp pages")
     ),
