@@ -61,9 +61,7 @@ def fewest(fleet: Fleet, spare: float) -> int:
     return fleet.both + fleet.decoding
 
 
-def best_split(
-    fleet: Fleet, before: int | None, ttft_s: float = math.inf, gap_s: float = math.inf
-) -> int | None:
+def best_split(fleet: Fleet, before: int | None, ttft_s: float = math.inf, gap_s: float = math.inf) -> int | None:
     """How many workers of both roles to compute prompts on; None: on all. before: the last answer.
 
     ttft_s, gap_s: limits.
