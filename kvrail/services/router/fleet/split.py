@@ -67,9 +67,15 @@ def best_split(fleet: Fleet, before: int | None, ttft_s: float = math.inf, gap_s
     ttft_s, gap_s: limits.
     """
     split = fewest(fleet, SPARE)
-    if before is not None and fewest(fleet, STAYS_SPARE) <= before <= split + 1 and fleet.wait_s <= WAIT * ttft_s:
+    if before is not None and (before == split + 1 or _suffice(fleet, before, split, ttft_s)):
         split = before
     apart, together = fleet.apart_s(split), fleet.together_s()
     if (apart > gap_s) != (together > gap_s):
         return split if together > gap_s else None
     return split if apart * (LONGER if before is None else STAYS_LONGER) < together else None
+
+
+def _suffice(fleet: Fleet, before: int, split: int, ttft_s: float) -> bool:
+    """Whether fewer workers than `split` stay enough: prompts wait little, and one more would make gaps longer."""
+    enough = fewest(fleet, STAYS_SPARE) <= before < split and fleet.wait_s <= WAIT * ttft_s
+    return enough and fleet.apart_s(before) * LONGER < fleet.apart_s(split)
