@@ -12,8 +12,10 @@ from dataclasses import dataclass
 MIXED = 0.7
 """Part of a prompt's time that sequences beside it wait for: a step reads the weights once for both."""
 SPARE, STAYS_SPARE = 0.16, 0.02
-"""Part of its time that one worker for prompts has to spare for prompts to be split off, so that they wait little
-however they come, and to stay so while they wait little; each of k workers: 1 / sqrt(k) of it."""
+"""Part of their time that workers for prompts have to spare for prompts to be split off, so that these wait little
+however they come, and to stay so while they wait little."""
+MOST_SPARE = 0.3
+"""Time to spare of k workers, at most this times sqrt(k) of one: many level out what comes at random."""
 WAIT = 0.5
 """Part of the limit of the first token that prompts may wait for those workers: requests that come when others have
 ended wait little even if hardly any time is to spare, and requests that come at random do not."""
@@ -53,10 +55,10 @@ class Fleet:
 
 
 def fewest(fleet: Fleet, spare: float) -> int:
-    """How many workers of both roles the prompts need, if each has time to spare; too many where all are too few."""
+    """How many workers of both roles the prompts need, with time to spare; too many where all are too few."""
     for split in range(fleet.both + 1):
         workers = split + fleet.prefill
-        if fleet.prompts <= workers - spare * math.sqrt(workers):
+        if fleet.prompts <= workers - min(spare * workers, MOST_SPARE * math.sqrt(workers)):
             return split
     return fleet.both + fleet.decoding
 
