@@ -74,7 +74,10 @@ def open_tile(tile, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexp
     codes = tl.load(words + tl.arange(0, count))
     # 128 words, with codes before them that nothing needs where steps are 64. Of fewer than it has threads, a program
     # would load all words in each thread that needs some, four bytes at a time.
-    steps_of = tl.load(words + count + ROWS - 128 + tl.arange(0, 128))
+    place = tl.arange(0, 128)
+    word = place // ROWS * ROWS + place % 16 // 4 * (ROWS // 4) + place % ROWS // 16 * 4 + place % 4
+    steps_of = tl.load(words + count + ROWS - 128 + word)
+    steps_of = tl.reshape(tl.permute(tl.reshape(steps_of, [128 // ROWS, ROWS // 16, 4, 4]), (0, 2, 1, 3)), [128])
     both = steps_of if ROWS == 128 else tl.split(tl.permute(tl.reshape(steps_of, [2, 64]), (1, 0)))[1]
     if BITS == 4:
         repeats: tl.constexpr = 128 // ROWS
