@@ -12,13 +12,13 @@ from starlette.types import Receive, Scope, Send
 from kvrail.config.settings import RouterSettings
 from kvrail.errors import KvrailError
 from kvrail.runtime.turns import Turns
+from kvrail.services.router.answer import trace
 from kvrail.services.router.answer.admission import Admission
 from kvrail.services.router.answer.calls import MAX_NAME_CHARS, ApiCall
 from kvrail.services.router.answer.leaving import disconnected, ended_first
 from kvrail.services.router.answer.observe import RequestRecord
 from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.answer.sse import SseStream
-from kvrail.services.router.answer.trace import RequestTrace
 from kvrail.services.router.errors import error_response, outcome_of, refuse
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher
@@ -137,7 +137,7 @@ class RequestHandler:
         if self._tracing is not None:
             request, state = call.request, call.state
             model = (request.model or self._settings.model_name)[:MAX_NAME_CHARS]
-            call.trace = RequestTrace.begin(
+            call.trace = trace.begin(
                 self._tracing, call.operation, request, model, state.headers, state.request_id, call.timeline
             )
 
@@ -256,7 +256,7 @@ class RequestHandler:
             parts_s=call.timeline.parts(),
         )
         if call.trace is not None:
-            call.trace.end(outcome, generation, 0 if record is None else record.completion_tokens)
+            trace.end(call.trace, outcome, generation, 0 if record is None else record.completion_tokens)
 
 
 def _part(call: ApiCall, name: str) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from starlette.datastructures import State
 from kvrail.config.settings import RouterSettings
 from kvrail.errors import KvrailError, ModelNotFoundError
 from kvrail.services.router.answer.leaving import Cancellation
-from kvrail.services.router.answer.trace import Operation, RequestTrace
+from kvrail.services.router.answer.trace import Operation
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, Head
 from kvrail.services.router.openai.logprobs import TokenTexts
@@ -19,6 +19,7 @@ from kvrail.services.router.openai.scored import ScoredPrompt
 from kvrail.services.router.openai.writers import Writer, chunk_writer, error_event
 from kvrail.services.router.plan.translate import Plan, Planner
 from kvrail.services.router.schema import ChatRequest, CompletionRequest
+from kvrail.telemetry.tracing import Hop
 from kvrail.text import Tokenizer
 
 MAX_NAME_CHARS = 200
@@ -69,7 +70,7 @@ class ApiCall(ABC):
         self.timeline = state.timeline
         self.provisional = bool(request.kvrail and request.kvrail.provisional)
         self.cancellation = Cancellation()
-        self.trace: RequestTrace | None = None
+        self.trace: Hop | None = None
         self.name = ""
         self.parts = parts
 
