@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import os
 import shutil
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -107,6 +108,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 OTHER = "other"
 HELP_WIDTH = 140
+URL = "http://127.0.0.1:8000"
 
 Commands: TypeAlias = "argparse._SubParsersAction[OneLineErrors]"
 
@@ -208,6 +210,20 @@ def add_measured(group: Any, dtypes: Sequence[str]) -> None:
     group.add_argument(
         "--device", default="cpu", metavar="DEVICE", help="where to compute: cpu, cuda or cuda:N (default cpu)"
     )
+
+
+def add_server(group: Any, what: str = "router", *, model: bool = True) -> None:
+    """Add the flags by which a command finds a running server. what: it is. model: whether it is asked for one."""
+    group.add_argument("--url", default=URL, metavar="URL", help=f"address of the {what} (default {URL})")
+    group.add_argument("--api-key", metavar="KEY", help="bearer key (default: the variable KVRAIL_API_KEY)")
+    if model:
+        group.add_argument("--model", metavar="NAME", help="which model to ask (default: the first that is served)")
+
+
+def api_key(arguments: argparse.Namespace) -> str:
+    """The key to send; empty: none."""
+    given: str | None = arguments.api_key
+    return os.environ.get("KVRAIL_API_KEY", "") if given is None else given
 
 
 def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:

@@ -63,6 +63,13 @@ class ChatClient:
         except (ValueError, KeyError, TypeError):
             raise WorkerUnavailableError(f"{self._url} does not speak OpenAI's API; check --url") from None
 
+    def chosen(self, name: str | None) -> str:
+        """The model to ask: the one of this name, or the first that is served. Raises ConfigError without any."""
+        models = [name] if name else self.models()
+        if not models:
+            raise ConfigError(f"{self._url} serves no model; start a cluster with `kvrail up`")
+        return models[0]
+
     def health(self) -> Json:
         """The body of /health, whether or not requests are served."""
         try:

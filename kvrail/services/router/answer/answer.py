@@ -23,6 +23,7 @@ from kvrail.services.router.errors import error_response, outcome_of, refuse
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher
 from kvrail.services.router.generate.generation import Generation
+from kvrail.services.router.generate.prompt import Route
 from kvrail.services.router.openai.events import encode_json, encode_long
 from kvrail.services.router.openai.renaming import renamed
 from kvrail.services.router.openai.usage import final_usage
@@ -157,18 +158,12 @@ class RequestHandler:
         return SseStream(send, head_after_s=left_s, keep_alive_s=settings.keep_alive_s)
 
     def _generation(self, call: ApiCall, plan: Plan, leave: Callable[[], object]) -> Generation:
+        settings, context = self._settings, call.trace.context if call.trace else {}
+        route = Route(
+            self._dispatcher, self._pool, self._metrics, call.timeline, settings.request_timeout_s, on_overflow=leave
+        )
         return Generation(
-            plan,
-            call.wire_id,
-            model=self._settings.model_name,
-            client=call.client,
-            dispatcher=self._dispatcher,
-            pool=self._pool,
-            metrics=self._metrics,
-            timeline=call.timeline,
-            timeout_s=self._settings.request_timeout_s,
-            trace_context=call.trace.context if call.trace else {},
-            on_overflow=leave,
+            plan, route, call.wire_id, model=settings.model_name, client=call.client, trace_context=context
         )
 
     async def _write_whole(

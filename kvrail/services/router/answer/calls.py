@@ -16,7 +16,7 @@ from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, 
 from kvrail.services.router.openai.logprobs import TokenTexts
 from kvrail.services.router.openai.renaming import Rename
 from kvrail.services.router.openai.scored import ScoredPrompt
-from kvrail.services.router.openai.writers import Writer, chunk_writer, error_event
+from kvrail.services.router.openai.writers import ChunkWriter, Writer, error_event
 from kvrail.services.router.plan.translate import Plan, Planner
 from kvrail.services.router.schema import ChatRequest, CompletionRequest
 from kvrail.telemetry.tracing import Hop
@@ -136,7 +136,7 @@ class ChatCall(ApiCall):
             prompt=ScoredPrompt(texts, plan.prompts[0]) if plan.scores else None,
             prompt_top=request.prompt_logprobs or 0,
         )
-        return chunk_writer(form, request, plan)
+        return ChunkWriter(form, request, plan)
 
 
 class CompletionCall(ApiCall):
@@ -166,4 +166,4 @@ class CompletionCall(ApiCall):
             echo_top=request.logprobs if request.echo else None,
             prompt_top=request.prompt_logprobs,
         )
-        return chunk_writer(form, request, plan)
+        return ChunkWriter(form, request, plan)

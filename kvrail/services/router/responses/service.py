@@ -11,7 +11,6 @@ from kvrail.services.router.answer.calls import ApiCall, Parts
 from kvrail.services.router.answer.service import RouterService
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.openai.logprobs import TokenTexts
-from kvrail.services.router.openai.renaming import renamed
 from kvrail.services.router.plan.defaults import Defaults
 from kvrail.services.router.plan.translate import Plan
 from kvrail.services.router.responses.schema import InputItem, ResponsesRequest
@@ -80,10 +79,9 @@ class Responses:
 
     async def count(self, request: ResponsesRequest, state: State) -> Json:
         """Answer /v1/responses/input_tokens."""
-        self._service.check_model(request.model)
+        self._service.parts.served_name(request.model)
         chat, rename = chat_request(*self._read(request, state.api_key))
-        with self._service.admission.admitted(1, state.client):
-            counted = await renamed(self._service.planner.count(chat, state.client), rename)
+        counted = await self._service.count(state.client, chat, rename)
         return {"object": "response.input_tokens", "input_tokens": counted}
 
     def _read(self, request: ResponsesRequest, owner: Owner) -> tuple[ResponsesRequest, list[InputItem]]:
