@@ -46,10 +46,6 @@ logger = logging.getLogger("kvrail.decode")
 DECODER_THREADS = 4
 
 
-def _decoder_threads() -> Executor:
-    return ThreadPoolExecutor(DECODER_THREADS, "decode", compute_with, (1,))
-
-
 @dataclass(slots=True)
 class FetchParts:
     """What every attempt of a decode worker uses.
@@ -63,7 +59,9 @@ class FetchParts:
     transports: Transports
     silence_s: float
     max_frame_bytes: int
-    executor: Executor = field(default_factory=_decoder_threads)
+    executor: Executor = field(
+        default_factory=lambda: ThreadPoolExecutor(DECODER_THREADS, "decode", compute_with, (1,))
+    )
 
 
 class FetchAttempt:

@@ -104,7 +104,7 @@ class Fetcher:
         if (share := progress.hidden_share()) is not None:
             self.parts.meters.transfers.hidden_share.observe(share)
         if (fetched := progress.fetched_s()) is not None:
-            self._here.fetched(len(progress.request.prompt_ids) - progress.cached_tokens, fetched)
+            self._here.remote.note(len(progress.request.prompt_ids) - progress.cached_tokens, fetched)
         self.chooser.observe_steps(*progress.steps_after())
         self.chooser.observe_drafts(progress.drafts.proposed, progress.drafts.accepted)
 

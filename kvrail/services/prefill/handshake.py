@@ -7,7 +7,6 @@ from kvrail.config.origins import flag_name
 from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
 from kvrail.transfer.route import Route, first_common
 from kvrail.transport.base import Peer
-from kvrail.values.layout import KVLayout
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import check_request_id, layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
@@ -41,7 +40,9 @@ class Terms:
         theirs, model = request.handshake, self.model.loaded
         _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
         _same("model fingerprint", theirs.model_fingerprint, model.fingerprint)
-        _same_layout(layout_from_proto(theirs.layout), model.layout)
+        layout = layout_from_proto(theirs.layout)
+        for field in ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size", "dtype"):
+            _same(f"KV layout ({field})", getattr(layout, field), getattr(model.layout, field))
         codec = _agree_on_codec(self.codecs, theirs)
         offered = {each.name: each for each in theirs.transports}
         transport = self.transports.get(first_common("transport", list(offered), self.transports.names))
@@ -73,11 +74,6 @@ def _same(what: str, theirs: object, ours: object) -> None:
             f"{what} differs: decode worker {theirs!r}, prefill worker {ours!r}; run the same version, model and"
             " settings on both"
         )
-
-
-def _same_layout(theirs: KVLayout, ours: KVLayout) -> None:
-    for field in ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size", "dtype"):
-        _same(f"KV layout ({field})", getattr(theirs, field), getattr(ours, field))
 
 
 def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:

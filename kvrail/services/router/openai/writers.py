@@ -54,6 +54,7 @@ class ChunkWriter:
 
     def __init__(self, form: Format, request: Request, plan: Plan) -> None:
         self._form = form
+        self.add = form.add
         self._plan = plan
         self._include_usage = request.include_usage  # in a last chunk
         self._continuous_usage = request.continuous_usage  # what it is so far, in each chunk
@@ -98,13 +99,7 @@ class ChunkWriter:
         """The usage, if asked for, and [DONE]."""
         return (encode_event({**self._form.last(), "usage": usage}) if self._include_usage else b"") + DONE
 
-    def failure(self, error: KvrailError) -> bytes:
-        """The error object; clients know by the missing [DONE] too."""
-        return error_event(error)
-
-    def add(self, update: Delta | Scored) -> None:
-        """Collect new output, or log probabilities of a prompt."""
-        self._form.add(update)
+    failure = staticmethod(error_event)  # clients know by the missing [DONE] too
 
     def whole(self, usage: Json) -> Json:
         """The whole response."""

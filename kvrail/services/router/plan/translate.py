@@ -164,7 +164,7 @@ class Planner:
     async def plan(self, request: ChatRequest | CompletionRequest, client: str) -> Plan:
         """Plan a request of a client's; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
-        limits = self._limits(_asked(request))
+        limits = self._limits(request.kvrail.kv_cache if request.kvrail else "")
         if isinstance(request, ChatRequest):
             return await self._chat(request, client, limits)
         return await self._completion(request, client, limits)
@@ -253,11 +253,6 @@ class Planner:
         )
         _check_scores(request, plan)
         return plan
-
-
-def _asked(request: Request) -> str:
-    """What the KV pages are to be, as the request has it."""
-    return request.kvrail.kv_cache if request.kvrail else ""
 
 
 def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.datastructures import State
 
-from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.errors import InvalidRequestError
 from kvrail.services.router.answer.answer import Answer
 from kvrail.services.router.answer.calls import ApiCall, Parts
 from kvrail.services.router.answer.service import RouterService
@@ -54,9 +54,7 @@ class ResponsesCall(ApiCall):
     def _cancel(self) -> None:
         self.cancellation.cancel(InvalidRequestError("the response was cancelled"))
 
-    def failure(self, error: KvrailError) -> bytes:
-        """An error event."""
-        return failure_event(error)
+    failure = staticmethod(failure_event)
 
     def left(self) -> None:
         """Keep the response as cancelled."""
