@@ -5,6 +5,7 @@ import json
 import sys
 from contextlib import closing, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from kvrail.cli.flags import Commands, add_command, add_server, api_key
@@ -88,20 +89,14 @@ def add_load(parser: argparse.ArgumentParser, vocab: int = SMALL_VOCAB) -> None:
     )
 
 
-def count(text: str) -> int:
-    """A number from 1 on."""
-    return _whole(text, 1)
-
-
-def seed(text: str) -> int:
-    """A number from 0 on."""
-    return _whole(text, 0)
-
-
 def _whole(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number, at least {least}")
     return int(text)
+
+
+count, seed = partial(_whole, least=1), partial(_whole, least=0)
+"""Numbers from 1 on, and from 0 on."""
 
 
 def rate(text: str) -> float:

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from kvrail.errors import ConfigError
 from kvrail.runtime.logs import trace_ids
-from kvrail.telemetry.moments import PARTS, Moment, Timeline
+from kvrail.telemetry.moments import Moment, Timeline, partition
 from kvrail.telemetry.spans import Span
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -173,15 +173,9 @@ class Hop:
 
     def parts(self, names: Mapping[str, str]) -> None:
         """Export the parts of the timeline (moments.PARTS) that `names` has, under its names."""
-        last = 0.0
-        for part, begins, ends in PARTS:
-            begin, end = self.timeline.get(begins), self.timeline.get(ends)
-            last = max(last, begin or 0.0)
-            if end is None:
-                continue
-            if part in names and end > last:
-                self.child(names[part], last, end)
-            last = max(last, end)
+        for part, begin, end in partition(self.timeline.get):
+            if part in names and end > begin:
+                self.child(names[part], begin, end)
 
     def transfer(self, process: str, spans: Iterable[Span]) -> None:
         """Export a transfer's spans of `process` by groups of layers, each from its first to its last frame."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrail.cli.flags import Commands, add_command, add_server, api_key
 from kvrail.errors import ConfigError, WorkerUnavailableError
-from kvrail.telemetry.moments import PARTS, Moment
+from kvrail.telemetry.moments import Moment, partition
 
 SUMMARY = "draw one request's way through a running cluster"
 EPILOG = """Open the file at https://ui.perfetto.dev or in chrome://tracing.
@@ -100,14 +100,11 @@ def chrome_trace(usage: Mapping[str, Any]) -> Json:
 
 def _parts(moments: Mapping[str, float]) -> Iterator[Json]:
     """The partition of the request's time, as a process of its own."""
-    last = 0.0
-    for name, begin, end in PARTS:
-        last = max(last, moments.get(begin.value, last))
-        finish = moments.get(end.value)
-        if finish is not None and finish > last:
-            yield {"process": "request", "track": "parts", "name": name, "begin": last, "seconds": finish - last}
-            last = finish
+    for name, begin, end in partition(moments.get):
+        if end > begin:
+            yield {"process": "request", "track": "parts", "name": name, "begin": begin, "seconds": end - begin}
     if (received := moments.get(Moment.RECEIVED.value)) is not None:
+        last = max(moments.values())
         yield {"process": "request", "track": "whole", "name": "request", "begin": received, "seconds": last - received}
 
 
