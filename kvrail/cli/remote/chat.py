@@ -77,10 +77,6 @@ class Conversation:
         self._head = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
 
-    def reset(self) -> None:
-        """Forget everything but the system message."""
-        self.messages.clear()
-
     def ask(self, message: str, out: TextIO) -> None:
         """Write the answer to `message` as it comes, and remember both. A terminal also shows drafts, dimmed.
 
@@ -127,7 +123,7 @@ def converse(chat: Conversation, out: TextIO) -> int:
         if message in ("/quit", "/exit"):
             return 0
         if message == "/reset":
-            chat.reset()
+            chat.messages.clear()  # the system message is not among them
         elif message == "/help":
             out.write(HELP)
         elif message.startswith("/"):

@@ -101,7 +101,7 @@ class DecodeServicer:
                 reply = progress.take(event)
                 if isinstance(event, Recomputed):
                     fetch.recomputed()
-                if isinstance(event, Output):
+                if fetch.computing_here and isinstance(event, Output):
                     fetch.computed()
                 if isinstance(event, Admitted) and event.awaits_kv:
                     fetch.begin(event, events)

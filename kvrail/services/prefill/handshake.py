@@ -16,14 +16,6 @@ from kvrail.worker.transports import Transports
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """How one transfer goes, and the reply that says so."""
-
-    route: Route
-    accepted: prefill_pb2.Accepted
-
-
-@dataclass(frozen=True, slots=True)
 class Terms:
     """What a prefill worker can agree to."""
 
@@ -31,8 +23,8 @@ class Terms:
     codecs: Codecs
     transports: Transports
 
-    def agree(self, request: prefill_pb2.PrefillRequest, host: str) -> Agreement:
-        """Choose codec and transport. host: the receiver's, as its call came from it.
+    def agree(self, request: prefill_pb2.PrefillRequest, host: str) -> tuple[Route, prefill_pb2.Accepted]:
+        """How a transfer goes, and the reply that says so. host: the receiver's, as its call came from it.
 
         Raises IncompatibleError where the two ends differ, naming both values.
         """
@@ -65,7 +57,7 @@ class Terms:
         )
         peer = Peer(peer_transport.address, host)
         route = Route.to(peer, theirs.transfer_key, codec, transport, on_device=peer_transport.on_device)
-        return Agreement(route, accepted)
+        return route, accepted
 
 
 def _same(what: str, theirs: object, ours: object) -> None:

@@ -74,8 +74,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         receiver: the host that asks; transfers to the same one share a send queue.
         """
         with bound_request_id(request.request_id), self._active.track():
-            agreed = self._terms.agree(request, receiver)
-            route = agreed.route
+            route, accepted = self._terms.agree(request, receiver)
             payload_sender = await route.transport.sender(route.peer, route.key)
             try:
                 number, timeline = next(self._calls), Timeline()
@@ -93,7 +92,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 )
                 handler = PrefillHandler(self._parts, request, number, sender, replies, timeline, spans)
                 with hop.following(lambda hop, error: trace.end(hop, spans, error)) if hop else nullcontext():
-                    await handler.run(agreed.accepted)
+                    await handler.run(accepted)
             finally:
                 await payload_sender.aclose()
 
