@@ -48,10 +48,7 @@ class ChatClient:
             timeout=httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=parts.hostname not in LOOPBACK,  # no proxy stands before this very machine
         )
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._http.close()
+        self.close = self._http.close
 
     def models(self) -> list[str]:
         """Names of the models that are served."""

@@ -1,6 +1,7 @@
 """The service behind /v1/responses and the paths below it."""
 
 import time
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import State
@@ -44,15 +45,10 @@ class ResponsesCall(ApiCall):
         """A response, which is kept unless the client asked not to."""
         response = _described(self._asked, self.parts.planner.defaults, self._response_id, self.name)
         if self._asked.store is not False:
-            self._store.begin(self._owner, self._items, response, self._cancel)
+            cancel = partial(self.cancellation.cancel, InvalidRequestError("the response was cancelled"))
+            self._store.begin(self._owner, self._items, response, cancel)
         texts = TokenTexts(self.parts.tokenizer) if self.request.logprobs else None
-        return ResponseWriter(response, plan.new_reader(), texts, self._keep)
-
-    def _keep(self, response: Json) -> None:
-        self._store.update(self._owner, response)
-
-    def _cancel(self) -> None:
-        self.cancellation.cancel(InvalidRequestError("the response was cancelled"))
+        return ResponseWriter(response, plan.new_reader(), texts, partial(self._store.update, self._owner))
 
     failure = staticmethod(failure_event)
 
