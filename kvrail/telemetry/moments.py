@@ -82,4 +82,4 @@ class Timeline:
 
     def parts(self) -> dict[str, float]:
         """Seconds of each part of the request; a part whose end was never marked is absent."""
-        return {name: end - begin for name, begin, end in partition(self.get)}
+        return {name: end - begin for name, begin, end in partition(self._marks.get)}

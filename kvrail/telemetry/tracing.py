@@ -173,7 +173,7 @@ class Hop:
 
     def parts(self, names: Mapping[str, str]) -> None:
         """Export the parts of the timeline (moments.PARTS) that `names` has, under its names."""
-        for part, begin, end in partition(self.timeline.get):
+        for part, begin, end in partition(dict(self.timeline.marks()).get):
             if part in names and end > begin:
                 self.child(names[part], begin, end)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvrail.services.router.generate.output import PromptOutput
 from kvrail.services.router.generate.prompt import PromptStream, Route
 from kvrail.services.router.plan.translate import Plan
-from kvrail.services.router.values import Updates
+from kvrail.services.router.values import Ended, Updates
 from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.spans import Span
 from kvrail.values.kv_cache import EXACT
@@ -57,7 +57,12 @@ class Generation:
     @property
     def summaries(self) -> list[decode_pb2.GenerateSummary]:
         """The summaries of the prompts whose output has ended."""
-        return [stream.ended.summary for stream in self._streams if stream.ended is not None]
+        return [ended.summary for ended in self._ended]
+
+    @property
+    def _ended(self) -> list[Ended]:
+        """The prompts whose output has ended, by what their last workers said."""
+        return [stream.output.ended for stream in self._streams if stream.output.ended is not None]
 
     @property
     def forms(self) -> list[str]:
@@ -77,12 +82,7 @@ class Generation:
     def spans(self) -> list[Span]:
         """What workers did, in seconds since the request came; empty if no trace was asked for."""
         zero = self._timeline.get(Moment.DISPATCHED) or 0.0
-        return [
-            replace(span, begin=zero + stream.ended.offset + span.begin)
-            for stream in self._streams
-            if stream.ended is not None
-            for span in stream.ended.spans
-        ]
+        return [replace(span, begin=zero + ended.offset + span.begin) for ended in self._ended for span in ended.spans]
 
     def updates(self) -> AsyncGenerator[Updates]:
         """Output of all choices as it comes; raises the first error of any."""
@@ -119,10 +119,7 @@ class Generation:
 
     def adopt_marks(self) -> None:
         """Take over the marks of the stream that finished last: it decided how long the request took."""
-        found = []
-        for stream in self._streams:
-            if stream.ended is not None:
-                found.append([(moment, stream.ended.offset + seconds) for moment, seconds in stream.ended.marks])
+        found = [[(moment, ended.offset + seconds) for moment, seconds in ended.marks] for ended in self._ended]
         if found:
             last = max(found, key=lambda marks: max((seconds for _, seconds in marks), default=0.0))
             self._timeline.merge(last, anchor=Moment.DISPATCHED)

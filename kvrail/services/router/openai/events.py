@@ -55,7 +55,7 @@ def encode_event(value: dict[str, Any]) -> bytes:
 
 def encode_named(value: dict[str, Any]) -> bytes:
     """One event whose name is its member `type`."""
-    return b"event: " + str(value["type"]).encode() + b"\n" + encode_event(value)
+    return b"event: %b\ndata: %b\n\n" % (str(value["type"]).encode(), encode_json(value))
 
 
 class TextEvents:
