@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import threading
+from functools import partial
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -21,15 +22,20 @@ AWKWARD = ("", "plain", 'a "quoted" one', "back\\slash", "two\nlines", "é{}", "
 NUMBERS = (0, -1.5, 1e300, math.inf, -math.inf, math.nan, 12345678901234567890)
 
 
+def histograms(name, labels, registry, bounds):
+    new = partial(series.Histogram, bounds)
+    return series.Family(name, "Times.", labels, registry, kind="histogram", new=new, bounds=bounds)
+
+
 def test_awkward_labels_values_and_words():
     registry = Registry()
     exposition = Exposition(registry)
     gauge = series.gauges("g", 'A gauge\nof \\ two "lines".', ["b", "a"], registry)
     for number, text in enumerate(AWKWARD):
         gauge.labels(text, AWKWARD[-number]).set(NUMBERS[number])
-    series.counters("c", "Counts.", [], registry).labels().inc(3)
+    series.Family("c", "Counts.", [], registry, kind="counter", new=series.Counter).labels().inc(3)
     series.gauges("never_set", "None of it.", ["x"], registry)
-    histogram = series.histograms("h_seconds", "Times.", ["zone", "kind"], registry, buckets.PART)
+    histogram = histograms("h_seconds", ["zone", "kind"], registry, buckets.PART)
     for seconds in (1e-9, 0.3, 7, 1e9):
         histogram.labels("z", "k").observe(seconds, 400_000)
     assert exposition.render()[0] == generate_latest(registry)
@@ -41,9 +47,9 @@ def test_series_come_and_go():
     registry = Registry()
     exposition = Exposition(registry)
     families = [
-        series.counters("c", "Counts.", ["x"], registry),
+        series.Family("c", "Counts.", ["x"], registry, kind="counter", new=series.Counter),
         series.gauges("g", "A gauge.", ["x"], registry),
-        series.histograms("h", "Times.", ["x"], registry, (0.1, 1.0)),
+        histograms("h", ["x"], registry, (0.1, 1.0)),
     ]
     for number in range(200):
         family, label = draw.choice(families), draw.choice("abc")

@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import os
 import sys
 from contextlib import closing, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
-from kvrail.cli.flags import Commands, add_command
+from kvrail.cli.flags import Commands, add_command, add_server, api_key
 from kvrail.errors import ConfigError
 from kvrail.tools.bench.client import Client
 from kvrail.tools.bench.load import Load, Range, load_of_trace
@@ -35,15 +35,7 @@ PROMPT, OUTPUT = Range(1024, 1024), Range(128, 128)
 def add_commands(commands: Commands) -> None:
     """Add `kvrail bench`."""
     with add_command(commands, "bench", SUMMARY, EPILOG, run) as parser:
-        server = parser.add_argument_group("server")
-        server.add_argument(
-            "--url",
-            default="http://127.0.0.1:8000",
-            metavar="URL",
-            help="address of the server (default http://127.0.0.1:8000)",
-        )
-        server.add_argument("--api-key", metavar="KEY", help="bearer key (default: the variable KVRAIL_API_KEY)")
-        server.add_argument("--model", metavar="NAME", help="which model to ask (default: the first that is served)")
+        add_server(parser.add_argument_group("server"), "server")
         arrivals = parser.add_argument_group("arrivals")
         kind = arrivals.add_mutually_exclusive_group()
         kind.add_argument("--streams", type=count, metavar="N", help="requests that are open at any time (default 8)")
@@ -97,20 +89,14 @@ def add_load(parser: argparse.ArgumentParser, vocab: int = SMALL_VOCAB) -> None:
     )
 
 
-def count(text: str) -> int:
-    """A number from 1 on."""
-    return _whole(text, 1)
-
-
-def seed(text: str) -> int:
-    """A number from 0 on."""
-    return _whole(text, 0)
-
-
 def _whole(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number, at least {least}")
     return int(text)
+
+
+count, seed = partial(_whole, least=1), partial(_whole, least=0)
+"""Numbers from 1 on, and from 0 on."""
 
 
 def rate(text: str) -> float:
@@ -181,21 +167,19 @@ def run(arguments: argparse.Namespace) -> int:
     load = load_of(arguments, **arrivals, greedy=arguments.greedy)
     if arguments.json:
         _write(arguments.json, "", "a")  # a file that cannot be written fails now, not after the load
-    key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")
+    key = api_key(arguments)
     with closing(ChatClient(arguments.url, key)) as chat:
-        models = [arguments.model] if arguments.model else chat.models()
-    if not models:
-        raise ConfigError(f"{arguments.url} serves no model; start a cluster with `kvrail up`")
-    sys.stderr.write(f"{arguments.url}, {models[0]}: {load}\n")
+        model = chat.chosen(arguments.model)
+    sys.stderr.write(f"{arguments.url}, {model}: {load}\n")
     try:
-        measured = measure(Client(arguments.url, key, timeout_s=arguments.timeout), load, models[0])
+        measured = measure(Client(arguments.url, key, timeout_s=arguments.timeout), load, model)
     except KeyboardInterrupt:
         return INTERRUPTED
     limits = dict(arguments.goodput)
     found = figures(measured, limits)
     sys.stdout.write(table(found, limits))
     if arguments.json:
-        head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "url": arguments.url, "model": models[0]}
+        head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "url": arguments.url, "model": model}
         report = {**head, "load": load.settings(), "goodput": limits, **found}
         _write(arguments.json, json.dumps(report, indent=1) + "\n")
     if measured.unfinished:

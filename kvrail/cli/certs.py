@@ -100,13 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True, mode=0o755)
         authority = make_authority(ca_days) if new_ca else read_authority(out)
         if new_ca:
-            _write(out / "ca.key", key_pem(authority.key), 0o600)
-            _write(out / "ca.pem", authority.pem, 0o644)
+            write_whole(out / "ca.key", key_pem(authority.key), 0o600)
+            write_whole(out / "ca.pem", authority.pem, 0o644)
             _tell(out / "ca.pem", authority.certificate)
         for role in roles:
             certificate, key = issue(authority, role, names, days)
-            _write(out / f"{role}.key", key_pem(key), 0o600)
-            _write(out / f"{role}.pem", certificate_pem(certificate), 0o644)
+            write_whole(out / f"{role}.key", key_pem(key), 0o600)
+            write_whole(out / f"{role}.pem", certificate_pem(certificate), 0o644)
             _tell(out / f"{role}.pem", certificate)
     except OSError as error:
         raise ConfigError(f"{error.filename or out}: {error.strerror}; name a folder that can be written") from None
@@ -251,7 +251,7 @@ def host_name(host: str) -> "GeneralName":
     return x509.DNSName(host)
 
 
-def _write(path: Path, content: bytes, mode: int) -> None:
+def write_whole(path: Path, content: bytes, mode: int) -> None:
     """Put a file in place as a whole, at no moment readable by more than `mode` says."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import os
 import shutil
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,98 +16,26 @@ from pydantic.fields import FieldInfo
 from kvrail.config.origins import flag_name
 from kvrail.config.settings import DEMO_MODEL, Settings
 
-GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("cluster", ("prefill_workers", "decode_workers", "startup_timeout_s", "restarts")),
-    ("network", ("host", "port", "metrics_port", "admin_host", "admin_port")),
-    (
-        "model",
-        (
-            "model",
-            "served_model_name",
-            "load_format",
-            "max_model_len",
-            "generation_config",
-            "override_generation_config",
-            "tool_parser",
-            "reasoning_parser",
-        ),
-    ),
-    (
-        "compute",
-        (
-            "device",
-            "dtype",
-            "max_batch_tokens",
-            "mixed_batch_tokens",
-            "max_running",
-            "max_waiting",
-            "step_timeout_s",
-            "eager",
-            "invariant",
-        ),
-    ),
-    ("KV cache", ("kv_dtype", "kv_cache", "kv_quality", "page_size", "kv_memory_gib", "prefix_cache")),
-    (
-        "KV transfer",
-        (
-            "local_prefill_tokens",
-            "codec",
-            "allow_lossy",
-            "max_drafts",
-            "codebook",
-            "transport",
-            "ucx_in_clear",
-            "ucx_host",
-            "data_port",
-            "transfer_memory_mib",
-            "transfer_timeout_s",
-            "allowed_prefill_workers",
-        ),
-    ),
-    (
-        "requests",
-        (
-            "api_keys",
-            "api_keys_file",
-            "request_timeout_s",
-            "max_concurrent_requests",
-            "prefill_wait_s",
-            "newcomer_share",
-            "slo_ttft_ms",
-            "slo_gap_ms",
-            "priorities",
-            "trust_request_chat_template",
-            "policy",
-            "stored_responses_mib",
-        ),
-    ),
-    (
-        "connections",
-        (
-            "trusted_proxies",
-            "cors_origins",
-            "max_body_bytes",
-            "client_timeout_s",
-            "stream_head_s",
-            "keep_alive_s",
-        ),
-    ),
-    (
-        "security",
-        (
-            "tls_ca",
-            "tls_cert",
-            "tls_key",
-            "tls_verify",
-            "metrics_tls",
-            "tls_http_cert",
-            "tls_http_key",
-        ),
-    ),
-    ("process", ("log_level", "log_format", "otlp_endpoint", "grace_period_s")),
-)
+GROUPS = {
+    "cluster": "prefill_workers decode_workers startup_timeout_s restarts",
+    "network": "host port metrics_port admin_host admin_port",
+    "model": "model served_model_name load_format max_model_len generation_config override_generation_config"
+    " tool_parser reasoning_parser",
+    "compute": "device dtype max_batch_tokens mixed_batch_tokens max_running max_waiting step_timeout_s eager"
+    " invariant",
+    "KV cache": "kv_dtype kv_cache kv_quality page_size kv_memory_gib prefix_cache",
+    "KV transfer": "local_prefill_tokens codec allow_lossy max_drafts codebook transport ucx_in_clear ucx_host"
+    " data_port transfer_memory_mib transfer_timeout_s allowed_prefill_workers",
+    "requests": "api_keys api_keys_file request_timeout_s max_concurrent_requests prefill_wait_s newcomer_share"
+    " slo_ttft_ms slo_gap_ms priorities trust_request_chat_template policy stored_responses_mib",
+    "connections": "trusted_proxies cors_origins max_body_bytes client_timeout_s stream_head_s keep_alive_s",
+    "security": "tls_ca tls_cert tls_key tls_verify metrics_tls tls_http_cert tls_http_key",
+    "process": "log_level log_format otlp_endpoint grace_period_s",
+}
+"""The settings of each group of flags, in the order in which help shows them."""
 OTHER = "other"
 HELP_WIDTH = 140
+URL = "http://127.0.0.1:8000"
 
 Commands: TypeAlias = "argparse._SubParsersAction[OneLineErrors]"
 
@@ -170,9 +99,9 @@ def add_command(
 
 def add_settings(parser: argparse.ArgumentParser, fields: Mapping[str, FieldInfo]) -> None:
     """Add one flag for each of `fields`, in groups; a flag that is not given leaves no trace in the namespace."""
-    titles = {name: title for title, names in GROUPS for name in names}
+    titles = {name: title for title, names in GROUPS.items() for name in names.split()}
     order = {name: place for place, name in enumerate(titles)}
-    for title in (*(title for title, _ in GROUPS), OTHER):
+    for title in (*GROUPS, OTHER):
         names = [name for name in fields if titles.get(name, OTHER) == title]
         if names:
             group = parser.add_argument_group(title)
@@ -208,6 +137,20 @@ def add_measured(group: Any, dtypes: Sequence[str]) -> None:
     group.add_argument(
         "--device", default="cpu", metavar="DEVICE", help="where to compute: cpu, cuda or cuda:N (default cpu)"
     )
+
+
+def add_server(group: Any, what: str = "router", *, model: bool = True) -> None:
+    """Add the flags by which a command finds a running server. what: it is. model: whether it is asked for one."""
+    group.add_argument("--url", default=URL, metavar="URL", help=f"address of the {what} (default {URL})")
+    group.add_argument("--api-key", metavar="KEY", help="bearer key (default: the variable KVRAIL_API_KEY)")
+    if model:
+        group.add_argument("--model", metavar="NAME", help="which model to ask (default: the first that is served)")
+
+
+def api_key(arguments: argparse.Namespace) -> str:
+    """The key to send; empty: none."""
+    given: str | None = arguments.api_key
+    return os.environ.get("KVRAIL_API_KEY", "") if given is None else given
 
 
 def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:

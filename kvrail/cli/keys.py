@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from datetime import date, datetime
 from itertools import pairwise
 from pathlib import Path
 
+from kvrail.cli.certs import write_whole
 from kvrail.cli.flags import Commands, add_command
 from kvrail.errors import ConfigError
 from kvrail.security.keyfile import NAME, Key, hash_of, new_secret, parse
@@ -141,8 +141,4 @@ def _moment(given: str) -> str:
 
 def _write(file: Path, content: bytes) -> None:
     """Replace the file as a whole, with the permissions that it had; a new one is for its owner alone."""
-    mode = file.stat().st_mode & 0o777 if file.exists() else 0o600
-    scratch = file.with_name(f".{file.name}.{os.getpid()}")
-    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
-        out.write(content)
-    scratch.replace(file)
+    write_whole(file, content, file.stat().st_mode & 0o777 if file.exists() else 0o600)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import grpc
@@ -85,7 +86,8 @@ class RenewedChannel(grpc.aio.Channel):  # type: ignore[misc]
             old.retire()
         return self._issue
 
-    def _method(self, kind: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
+    def _method(self, kind: str, *arguments: Any, **named: Any) -> Callable[..., Any]:
+        """Make a method's callable; see grpc.aio.Channel."""
         made: list[tuple[_Issue, Callable[..., Any]]] = []
 
         def call(*values: Any, **options: Any) -> Any:
@@ -96,21 +98,10 @@ class RenewedChannel(grpc.aio.Channel):  # type: ignore[misc]
 
         return call
 
-    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
-        """Make a method's callable; see grpc.aio.Channel."""
-        return self._method("unary_unary", arguments, named)
-
-    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
-        """Make a method's callable; see grpc.aio.Channel."""
-        return self._method("unary_stream", arguments, named)
-
-    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
-        """Make a method's callable; see grpc.aio.Channel."""
-        return self._method("stream_unary", arguments, named)
-
-    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
-        """Make a method's callable; see grpc.aio.Channel."""
-        return self._method("stream_stream", arguments, named)
+    unary_unary = partialmethod(_method, "unary_unary")
+    unary_stream = partialmethod(_method, "unary_stream")
+    stream_unary = partialmethod(_method, "stream_unary")
+    stream_stream = partialmethod(_method, "stream_stream")
 
     async def close(self, grace: float | None = None) -> None:
         """Close what this opened; running calls get `grace` seconds."""

@@ -14,22 +14,31 @@ NO_PAGES = common_pb2.StatusRequest()
 """Asks for no KV events."""
 
 
-async def _status(stub: Any, peer: str, asked: common_pb2.StatusRequest, timeout_s: float) -> common_pb2.WorkerStatus:
-    try:
-        status: common_pb2.WorkerStatus | None = await stub.GetStatus(asked, timeout=timeout_s)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, peer=peer) from error
-    if status is None:  # what gRPC makes of bytes that it cannot read
-        raise IncompatibleError(f"{peer} sent a status that is no message of this protocol version")
-    return status
+class StatusClient:
+    """The call that workers of both roles answer; `peer` names the worker in errors."""
+
+    def __init__(self, stub: Any, peer: str) -> None:
+        self._stub = stub
+        self._peer = peer
+
+    async def get_status(
+        self, asked: common_pb2.StatusRequest = NO_PAGES, *, timeout_s: float
+    ) -> common_pb2.WorkerStatus:
+        """Ask for identity, limits and load, and for the KV events after those that `asked` names."""
+        try:
+            status: common_pb2.WorkerStatus | None = await self._stub.GetStatus(asked, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, peer=self._peer) from error
+        if status is None:  # what gRPC makes of bytes that it cannot read
+            raise IncompatibleError(f"{self._peer} sent a status that is no message of this protocol version")
+        return status
 
 
-class DecodeClient:
-    """Calls a decode worker; `peer` names it in errors."""
+class DecodeClient(StatusClient):
+    """Calls a decode worker."""
 
     def __init__(self, channel: grpc.aio.Channel, peer: str = "the decode worker") -> None:
-        self._stub: Any = decode_pb2_grpc.DecodeStub(channel)  # type: ignore[no-untyped-call]
-        self._peer = peer
+        super().__init__(decode_pb2_grpc.DecodeStub(channel), peer)  # type: ignore[no-untyped-call]
         self._events: EventStream | None = None
 
     @property
@@ -49,22 +58,9 @@ class DecodeClient:
         if self._events is not None:
             await self._events.close()
 
-    async def get_status(
-        self, asked: common_pb2.StatusRequest = NO_PAGES, *, timeout_s: float
-    ) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load, and for the KV events after those that `asked` names."""
-        return await _status(self._stub, self._peer, asked, timeout_s)
 
-
-class PrefillStatusClient:
+class PrefillStatusClient(StatusClient):
     """Asks a prefill worker how it is; the prefill call itself is kvrail.rpc.prefill.client's."""
 
     def __init__(self, channel: grpc.aio.Channel, peer: str = "the prefill worker") -> None:
-        self._stub: Any = prefill_pb2_grpc.PrefillStub(channel)  # type: ignore[no-untyped-call]
-        self._peer = peer
-
-    async def get_status(
-        self, asked: common_pb2.StatusRequest = NO_PAGES, *, timeout_s: float
-    ) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load, and for the KV events after those that `asked` names."""
-        return await _status(self._stub, self._peer, asked, timeout_s)
+        super().__init__(prefill_pb2_grpc.PrefillStub(channel), peer)  # type: ignore[no-untyped-call]

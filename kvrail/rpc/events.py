@@ -143,7 +143,8 @@ class ReplyStream:
         self._stream.forget(self._number)
         if self._deadline is not None:
             self._deadline.cancel()
-        self._wake()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _keep(self, events: decode_pb2.RequestEvents) -> None:
         if self._reader is not None and not self._reader.done():
@@ -167,10 +168,6 @@ class ReplyStream:
             self.end(error)
             if self.accepted_after is not None:  # if not, it is aborted once it is accepted
                 self._stream.abort(self._number)
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
 
 class EventStream:

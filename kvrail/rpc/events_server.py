@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -200,18 +201,13 @@ class EventSender:
 
 
 class RequestContext:
-    """The way back to the router for one request."""
+    """The way back to the router for one request. write: sends a reply; waits while too many wait for the router."""
 
     def __init__(self, sender: EventSender, number: int, timeout_s: float) -> None:
         """timeout_s: until the deadline; 0: none."""
-        self._sender = sender
-        self._number = number
+        self.write = partial(sender.write, number)
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + timeout_s if timeout_s else None
-
-    async def write(self, reply: decode_pb2.GenerateReply) -> None:
-        """Send a reply; waits only while too many wait for the router."""
-        await self._sender.write(self._number, reply)
 
     def time_remaining(self) -> float | None:
         """Seconds until the deadline; None without one."""

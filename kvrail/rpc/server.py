@@ -85,13 +85,13 @@ def _credentials(tls: Tls) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(certificates(used), renewed, require_client_authentication=True)
 
 
-async def build_server(*, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None) -> RpcServer:
+async def build_server(*, tls: Tls | None = None) -> RpcServer:
     """Build a server that enforces message bounds and answers its clients' keepalive pings.
 
     tls: its certificate; then clients need one too, and its role says what they may call.
     """
     options = [
-        *common_options(max_message_bytes),
+        *common_options(MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),  # a second process on the same port is a mistake, not a load balancer
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),

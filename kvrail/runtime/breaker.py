@@ -13,12 +13,12 @@ class Breaker:
     """The breaker of one peer. Closed at first; open after FAILURES; half open once the pause is over.
 
     Half open, one request probes the peer: success closes the breaker, failure starts a longer pause. Requests that run
-    together when their peer is lost count as one failure.
+    together when their peer is lost count as one failure. failures: in a row.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._count = 0
+        self.failures = 0
         self._failed_at = float("-inf")
         self._tries_again_at = 0.0
         self._trial: float | None = None  # when the probe began
@@ -26,7 +26,7 @@ class Breaker:
     @property
     def closed(self) -> bool:
         """Whether the peer is trusted."""
-        return self._count < FAILURES
+        return self.failures < FAILURES
 
     @property
     def allows(self) -> bool:
@@ -38,11 +38,6 @@ class Breaker:
         """Seconds until the next probe; 0 if a probe may start or runs."""
         return 0.0 if self.closed else max(0.0, self._tries_again_at - self._clock())
 
-    @property
-    def failures(self) -> int:
-        """Failures in a row."""
-        return self._count
-
     def begin(self) -> float:
         """A request starts; returns the time to pass to the other methods."""
         now = self._clock()
@@ -53,16 +48,16 @@ class Breaker:
     def succeeded(self, began: float) -> None:
         """The request was answered. One that began before the last failure does not count."""
         if began >= self._failed_at:
-            self._count, self._trial = 0, None
+            self.failures, self._trial = 0, None
 
     def failed(self, began: float) -> None:
         """The request failed."""
         self.left(began)
         if began < self._failed_at:
             return
-        self._count, self._failed_at = self._count + 1, self._clock()
+        self.failures, self._failed_at = self.failures + 1, self._clock()
         if not self.closed:
-            pause_s = min(FIRST_PAUSE_S * 2 ** (self._count - FAILURES), LONGEST_PAUSE_S)
+            pause_s = min(FIRST_PAUSE_S * 2 ** (self.failures - FAILURES), LONGEST_PAUSE_S)
             self._tries_again_at = self._failed_at + pause_s
 
     def left(self, began: float) -> None:

@@ -94,15 +94,11 @@ class _TextFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-class _JsonFormatter(logging.Formatter):
+class _JsonFormatter(_TextFormatter):
     """One JSON object a line: ts, level, logger, service, request_id, message and, after an error, exception.
 
     A traced request's lines have trace_id and span_id. What a line gives as `extra={"fields": …}` is added.
     """
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = {

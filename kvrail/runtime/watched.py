@@ -19,11 +19,10 @@ LOOK_EVERY_S = 1.0
 class Watched(Generic[T]):
     """What some files hold, by `read`; where a change is no good, what they held before it. Any thread may ask."""
 
-    def __init__(
-        self, paths: Sequence[Path], read: Callable[[], T], on_failure: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
         """Read them. Raises what `read` raises; later its ConfigErrors are logged, and `on_failure` is called."""
-        self._paths, self._read_all, self.on_failure = tuple(paths), read, on_failure
+        self._paths, self._read_all = tuple(paths), read
+        self.on_failure: Callable[[], object] = lambda: None
         self._looked = monotonic()
         self._seen = self._stat()
         self._value = read()

@@ -9,7 +9,7 @@ import ipaddress
 import itertools
 import logging
 import ssl
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,19 +103,14 @@ class Tls:
         """When the certificate ends."""
         return self.material().expires
 
-    def server_context(self) -> ssl.SSLContext:
-        """For a listener that asks for a client's certificate, and leaves it to the server to insist on one."""
-        return self._files.get()[1]
-
     def listening_context(self) -> ssl.SSLContext:
-        """For a listener that outlives changes of the files: each handshake takes `server_context`."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.verify_mode = ssl.CERT_OPTIONAL
-        context.sni_callback = self._renewed
-        return context
+        """For a listener that outlives changes of the files.
 
-    def _renewed(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        connection.context = self.server_context()
+        It asks for a client's certificate, and leaves it to the server to insist on one.
+        """
+        context = _renewing(lambda: self._files.get()[1])
+        context.verify_mode = ssl.CERT_OPTIONAL
+        return context
 
     def _read(self) -> tuple[Material, ssl.SSLContext]:
         ca, cert, key = (content_of(flag, path) for flag, path in self._paths.items())
@@ -143,12 +138,7 @@ class DoorCertificate:
 
     def listening_context(self) -> ssl.SSLContext:
         """For a listener that outlives changes of the files."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.sni_callback = self._renewed
-        return context
-
-    def _renewed(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        connection.context = self._files.get()[0]
+        return _renewing(lambda: self._files.get()[0])
 
     def end(self) -> datetime:
         """When the certificate ends."""
@@ -162,6 +152,17 @@ class DoorCertificate:
             f"--tls-http-key {self._key}",
         )
         return serving_context("--tls-http-cert", self._cert, self._key), chain[0].not_valid_after_utc
+
+
+def _renewing(current: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    """For a listener: each handshake takes what is current by then."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+    def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        connection.context = current()
+
+    context.sni_callback = renew
+    return context
 
 
 def serving_context(flag: str, cert: Path, key: Path) -> ssl.SSLContext:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvrail.telemetry import buckets
-from kvrail.telemetry.series import Counter, Family, Gauge, Histogram, counters, gauges, histograms
+from kvrail.telemetry.series import Counter, Family, Gauge, Histogram, gauges
 
 
 class Make:
@@ -52,7 +53,8 @@ class Make:
 
     def counter_family(self, name: str, documentation: str, *labels: str) -> Family[Counter]:
         """Counters with these additional labels, whose values are added as they occur."""
-        return counters(name, documentation, ["model_name", *labels], self._registry)
+        labels = ("model_name", *labels)
+        return Family(name, documentation, labels, self._registry, kind="counter", new=Counter)
 
     def gauge_family(self, name: str, documentation: str, *labels: str) -> Family[Gauge]:
         """Gauges with these additional labels."""
@@ -62,7 +64,9 @@ class Make:
         self, name: str, documentation: str, bounds: Sequence[float], *labels: str
     ) -> Family[Histogram]:
         """Histograms with these additional labels. bounds: of their buckets."""
-        return histograms(name, documentation, ["model_name", *labels], self._registry, bounds)
+        labels = ("model_name", *labels)
+        new = partial(Histogram, bounds)
+        return Family(name, documentation, labels, self._registry, kind="histogram", new=new, bounds=bounds)
 
 
 def show_process(registry: CollectorRegistry, version: str, protocol: int) -> None:

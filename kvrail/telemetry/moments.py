@@ -1,7 +1,7 @@
 """The moments of a request's life. Every latency metric is the gap between two of them."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 
 
@@ -40,6 +40,16 @@ PARTS: tuple[tuple[str, Moment, Moment], ...] = (
 """A partition of a request's time: each part runs from one moment to the next one that was marked."""
 
 
+def partition(when: Callable[[Moment], float | None]) -> Iterator[tuple[str, float, float]]:
+    """The parts of a request whose ends were marked, each with its begin and end in seconds."""
+    last = 0.0
+    for name, begins, ends in PARTS:
+        begin, end = max(last, when(begins) or 0.0), when(ends)
+        last = begin if end is None else max(begin, end)
+        if end is not None:
+            yield name, begin, last
+
+
 class Timeline:
     """Marks of one request on one process's monotonic clock, in seconds since `start`."""
 
@@ -72,11 +82,4 @@ class Timeline:
 
     def parts(self) -> dict[str, float]:
         """Seconds of each part of the request; a part whose end was never marked is absent."""
-        found: dict[str, float] = {}
-        last = 0.0
-        for name, begin, end in PARTS:
-            last = max(last, self._marks.get(begin, last))
-            if end in self._marks:
-                found[name] = max(0.0, self._marks[end] - last)
-                last = max(last, self._marks[end])
-        return found
+        return {name: end - begin for name, begin, end in partition(self._marks.get)}

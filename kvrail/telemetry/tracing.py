@@ -13,17 +13,19 @@ nothing is imported and nothing is recorded. Spans wait in a bounded queue, whic
 where the collector is away, what does not fit is dropped.
 """
 
+import asyncio
 import importlib.util
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 from kvrail.errors import ConfigError
 from kvrail.runtime.logs import trace_ids
-from kvrail.telemetry.moments import PARTS, Moment, Timeline
+from kvrail.telemetry.moments import Moment, Timeline, partition
 from kvrail.telemetry.spans import Span
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -67,10 +69,11 @@ class Tracing:
         found = check_tracing(endpoint)
         return cls(found, service) if found else None
 
-    def hop(self, name: str, given: Mapping[str, str], timeline: Timeline, attributes: Attributes) -> "Hop":
+    def hop(self, name: str, given: Mapping[str, str], timeline: Timeline, attributes: Attributes) -> "Hop | None":
         """Begin this process's part of a request, whose time runs on `timeline`; log lines have its ids from here on.
 
-        given: headers of W3C Trace Context that the caller has sent; what is none of them, or no such, is ignored.
+        None where the trace is not sampled: the caller may have decided against it. given: headers of W3C Trace Context
+        that the caller has sent; what is none of them, or no such, is ignored.
         """
         from opentelemetry.trace import SpanKind
 
@@ -82,9 +85,10 @@ class Tracing:
         span = self._tracer.start_span(
             name, parent, kind=SpanKind.SERVER, attributes=dict(attributes), start_time=zero_ns
         )
-        if span.is_recording():
-            ids = span.get_span_context()
-            trace_ids.set((f"{ids.trace_id:032x}", f"{ids.span_id:016x}"))
+        if not span.is_recording():
+            return None
+        ids = span.get_span_context()
+        trace_ids.set((f"{ids.trace_id:032x}", f"{ids.span_id:016x}"))
         return Hop(self._tracer, self._propagator, span, timeline, zero_ns)
 
     def close(self) -> None:
@@ -132,17 +136,33 @@ class Hop:
 
         self._tracer = tracer
         self._span = span
-        self._timeline = timeline
+        self.timeline = timeline
         self._zero_ns = zero_ns
         self._inside = set_span_in_context(span)
         self.context: dict[str, str] = {}
         """Headers for calls from here, so that their spans lie inside this one."""
         propagator.inject(self.context, self._inside)
 
-    @property
-    def recorded(self) -> bool:
-        """Whether the trace is sampled; the caller may have decided against it."""
-        return bool(self._span.is_recording())
+    @contextmanager
+    def following(self, end: Callable[["Hop", str], None]) -> Iterator[None]:
+        """Run the block; `end` then exports its outcome: the class of what it raised, empty where it raised nothing."""
+        error = ""
+        try:
+            yield
+        except (asyncio.CancelledError, Exception) as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            end(self, error)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Export the block as a span."""
+        begin = self.timeline.elapsed()
+        try:
+            yield
+        finally:
+            self.child(name, begin, self.timeline.elapsed())
 
     def child(self, name: str, begin: float, end: float, attributes: Attributes | None = None) -> None:
         """Export a span from `begin` to `end`, in seconds of the timeline."""
@@ -153,25 +173,14 @@ class Hop:
 
     def parts(self, names: Mapping[str, str]) -> None:
         """Export the parts of the timeline (moments.PARTS) that `names` has, under its names."""
-        last = 0.0
-        for part, begins, ends in PARTS:
-            begin, end = self._timeline.get(begins), self._timeline.get(ends)
-            last = max(last, begin or 0.0)
-            if end is None:
-                continue
-            if part in names and end > last:
-                self.child(names[part], last, end)
-            last = max(last, end)
+        for part, begin, end in partition(dict(self.timeline.marks()).get):
+            if part in names and end > begin:
+                self.child(names[part], begin, end)
 
     def transfer(self, process: str, spans: Iterable[Span]) -> None:
         """Export a transfer's spans of `process` by groups of layers, each from its first to its last frame."""
         for group in _grouped(span for span in spans if span.process == process):
-            sizes: dict[str, Attribute] = {
-                "kvrail.layers": group.layers,
-                "kvrail.frames": group.frames,
-                "kvrail.bytes": group.bytes,
-            }
-            self.child(f"{group.track} {group.layers}", group.begin, group.end, sizes)
+            self.child(f"{group.track} {group.layers}", group.begin, group.end, group.sizes())
 
     def end(self, attributes: Attributes, error: str = "", at: float | None = None) -> None:
         """The part has ended. error: what went wrong, by its class; empty where nothing did.
@@ -184,9 +193,9 @@ class Hop:
         if error:
             self._span.set_attribute("error.type", error)
             self._span.set_status(Status(StatusCode.ERROR, error))
-        if (first := self._timeline.get(Moment.FIRST_TOKEN)) is not None:
+        if (first := self.timeline.get(Moment.FIRST_TOKEN)) is not None:
             self._span.add_event("first token", timestamp=self._zero_ns + int(1e9 * first))
-        self._span.end(self._zero_ns + int(1e9 * (self._timeline.elapsed() if at is None else at)))
+        self._span.end(self._zero_ns + int(1e9 * (self.timeline.elapsed() if at is None else at)))
 
 
 @dataclass(slots=True)

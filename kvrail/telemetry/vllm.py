@@ -37,9 +37,14 @@ Row = tuple[dict[str, str], Any]
 """Labels of a series, and the series of ours that it shows, or its value."""
 
 
+def _keep(family: Family[Any]) -> Iterator[Row]:
+    """All series as they are."""
+    return ((labels | ENGINE, series) for labels, series in family.series())
+
+
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """One metric of vLLM's, and how its series follow from families of ours.
+    """One metric of vLLM's, and how its series follow from families of ours; as they are, where nothing else is said.
 
     sources: our names, a counter's without its `_total`. name: vLLM's, also without it. kind: its type, where it is not
     the first source's.
@@ -48,13 +53,8 @@ class Renamed:
     name: str
     sources: tuple[str, ...]
     documentation: str
-    derive: Callable[..., Iterable[Row]]
+    derive: Callable[..., Iterable[Row]] = _keep
     kind: str = ""
-
-
-def _keep(family: Family[Any]) -> Iterator[Row]:
-    """All series as they are."""
-    return ((labels | ENGINE, series) for labels, series in family.series())
 
 
 def _select(label: str, value: str) -> Callable[[Family[Any]], Iterator[Row]]:
@@ -160,54 +160,44 @@ VLLM_METRICS: tuple[Renamed, ...] = (
         "Requests that were refused because a queue was full.",
         _grouped("outcome", REJECTED, "reason", engine={}),
     ),
-    Renamed("vllm:num_requests_waiting", ("kvrail_queue_prompts",), "Requests that wait in the router.", _keep),
+    Renamed("vllm:num_requests_waiting", ("kvrail_queue_prompts",), "Requests that wait in the router."),
     Renamed(
         "vllm:num_requests_waiting_by_reason",
         ("kvrail_queue_prompts",),
         "Requests that wait in the router, by why.",
         _by_capacity,
     ),
-    Renamed("vllm:e2e_request_latency_seconds", ("kvrail_request_seconds",), "Time of a request.", _keep),
-    Renamed("vllm:time_to_first_token_seconds", ("kvrail_time_to_first_token_seconds",), "Time to first token.", _keep),
-    Renamed("vllm:inter_token_latency_seconds", ("kvrail_inter_token_seconds",), "Time between tokens.", _keep),
-    Renamed("vllm:time_per_output_token_seconds", ("kvrail_inter_token_seconds",), "The same, its older name.", _keep),
+    Renamed("vllm:e2e_request_latency_seconds", ("kvrail_request_seconds",), "Time of a request."),
+    Renamed("vllm:time_to_first_token_seconds", ("kvrail_time_to_first_token_seconds",), "Time to first token."),
+    Renamed("vllm:inter_token_latency_seconds", ("kvrail_inter_token_seconds",), "Time between tokens."),
+    Renamed("vllm:time_per_output_token_seconds", ("kvrail_inter_token_seconds",), "The same, its older name."),
     Renamed(
         "vllm:request_time_per_output_token_seconds",
         ("kvrail_request_time_per_token_seconds",),
         "Mean time between a request's tokens.",
-        _keep,
     ),
-    Renamed("vllm:request_prompt_tokens", ("kvrail_request_prompt_tokens",), "Prompt tokens of a request.", _keep),
-    Renamed(
-        "vllm:request_generation_tokens",
-        ("kvrail_request_generation_tokens",),
-        "Generated tokens of a request.",
-        _keep,
-    ),
+    Renamed("vllm:request_prompt_tokens", ("kvrail_request_prompt_tokens",), "Prompt tokens of a request."),
+    Renamed("vllm:request_generation_tokens", ("kvrail_request_generation_tokens",), "Generated tokens of a request."),
     Renamed(
         "vllm:request_max_num_generation_tokens",
         ("kvrail_request_longest_generation_tokens",),
         "Generated tokens of a request's longest choice.",
-        _keep,
     ),
-    Renamed("vllm:request_params_n", ("kvrail_request_sequences",), "The parameter n.", _keep),
-    Renamed("vllm:request_params_max_tokens", ("kvrail_request_max_tokens",), "The parameter max_tokens.", _keep),
-    Renamed("vllm:prompt_tokens", ("kvrail_prompt_tokens",), "Prompt tokens.", _keep),
+    Renamed("vllm:request_params_n", ("kvrail_request_sequences",), "The parameter n."),
+    Renamed("vllm:request_params_max_tokens", ("kvrail_request_max_tokens",), "The parameter max_tokens."),
+    Renamed("vllm:prompt_tokens", ("kvrail_prompt_tokens",), "Prompt tokens."),
     Renamed(
         "vllm:prompt_tokens_by_source",
         ("kvrail_prompt_tokens_by_source",),
         "Prompt tokens by where their KV came from.",
         _grouped("source", SOURCES, "source"),
     ),
-    Renamed("vllm:generation_tokens", ("kvrail_generation_tokens",), "Generated tokens.", _keep),
+    Renamed("vllm:generation_tokens", ("kvrail_generation_tokens",), "Generated tokens."),
     Renamed("vllm:request_queue_time_seconds", (_PHASES,), "Time in queue.", _select("phase", "queue")),
     Renamed("vllm:request_prefill_time_seconds", (_PHASES,), "Time in prefill.", _select("phase", "prefill")),
     Renamed("vllm:request_decode_time_seconds", (_PHASES,), "Time in decode.", _select("phase", "decode")),
     Renamed(
-        "vllm:request_inference_time_seconds",
-        ("kvrail_request_inference_seconds",),
-        "Time in prefill and decode.",
-        _keep,
+        "vllm:request_inference_time_seconds", ("kvrail_request_inference_seconds",), "Time in prefill and decode."
     ),
     Renamed("http_requests", ("kvrail_http_requests",), "HTTP requests by class of status.", _statuses),
     Renamed("http_request_duration_seconds", ("kvrail_http_request_seconds",), "Time of an HTTP request.", _durations),
@@ -215,21 +205,13 @@ VLLM_METRICS: tuple[Renamed, ...] = (
     Renamed("vllm:num_requests_waiting", _SEQUENCES, "Sequences that wait for pages or KV.", _waiting),
     Renamed("vllm:num_requests_waiting_by_reason", _SEQUENCES, "Sequences that wait, by why.", _waiting_by_reason),
     Renamed("vllm:kv_cache_usage_perc", ("kvrail_engine_pages",), "Share of KV pages in use; 1 is all.", _usage),
-    Renamed("vllm:num_preemptions", ("kvrail_engine_preemptions",), "Preemptions.", _keep),
+    Renamed("vllm:num_preemptions", ("kvrail_engine_preemptions",), "Preemptions."),
+    Renamed("vllm:request_num_preemptions", ("kvrail_engine_sequence_preemptions",), "Preemptions of a sequence."),
     Renamed(
-        "vllm:request_num_preemptions",
-        ("kvrail_engine_sequence_preemptions",),
-        "Preemptions of a sequence.",
-        _keep,
+        "vllm:prefix_cache_queries", ("kvrail_engine_prefix_cache_queried_tokens",), "Tokens looked up in the cache."
     ),
-    Renamed(
-        "vllm:prefix_cache_queries",
-        ("kvrail_engine_prefix_cache_queried_tokens",),
-        "Tokens looked up in the cache.",
-        _keep,
-    ),
-    Renamed("vllm:prefix_cache_hits", ("kvrail_engine_prefix_cache_hit_tokens",), "Tokens found in the cache.", _keep),
-    Renamed("vllm:iteration_tokens_total", ("kvrail_engine_step_tokens",), "Tokens of one engine step.", _keep),
+    Renamed("vllm:prefix_cache_hits", ("kvrail_engine_prefix_cache_hit_tokens",), "Tokens found in the cache."),
+    Renamed("vllm:iteration_tokens_total", ("kvrail_engine_step_tokens",), "Tokens of one engine step."),
     Renamed(
         "vllm:spec_decode_num_drafts",
         ("kvrail_engine_accepted_drafts",),
@@ -237,8 +219,8 @@ VLLM_METRICS: tuple[Renamed, ...] = (
         _counts,
         kind="counter",
     ),
-    Renamed("vllm:spec_decode_num_draft_tokens", ("kvrail_engine_drafts_proposed",), "Tokens drafted.", _keep),
-    Renamed("vllm:spec_decode_num_accepted_tokens", ("kvrail_engine_drafts_accepted",), "Drafts accepted.", _keep),
+    Renamed("vllm:spec_decode_num_draft_tokens", ("kvrail_engine_drafts_proposed",), "Tokens drafted."),
+    Renamed("vllm:spec_decode_num_accepted_tokens", ("kvrail_engine_drafts_accepted",), "Drafts accepted."),
     Renamed(
         "vllm:cache_config_info", ("kvrail_engine_cache_info",), "The KV cache; the value is always 1.", _cache_config
     ),
@@ -250,13 +232,11 @@ CLUSTER_METRICS: tuple[Renamed, ...] = (
         "vllm:num_requests_running",
         ("kvrail_cluster_requests_running",),
         "Sum over decode workers: sequences that run.",
-        _keep,
     ),
     Renamed(
         "vllm:num_requests_waiting",
         ("kvrail_cluster_requests_waiting",),
         "Sum over router and decode workers: requests that wait.",
-        _keep,
     ),
     Renamed(
         "vllm:num_requests_waiting_by_reason",
@@ -268,20 +248,17 @@ CLUSTER_METRICS: tuple[Renamed, ...] = (
         "vllm:kv_cache_usage_perc",
         ("kvrail_cluster_kv_usage_ratio",),
         "Over all decode workers: share of their KV pages in use; 1 is all.",
-        _keep,
     ),
     Renamed(
         "vllm:prefix_cache_queries",
         ("kvrail_cluster_prefix_cache_queried_tokens",),
         "Sum over decode workers: tokens looked up in their caches.",
-        _keep,
         kind="counter",
     ),
     Renamed(
         "vllm:prefix_cache_hits",
         ("kvrail_cluster_prefix_cache_hit_tokens",),
         "Sum over decode workers: tokens found in their caches.",
-        _keep,
         kind="counter",
     ),
     Renamed(

@@ -206,15 +206,13 @@ class TransferMetrics:
         """Show the series of these codecs from now on; others' come with their first transfer."""
         for codec in codecs:
             for way in self._directions:
-                self._count(way, codec, 0, 0, 0)
+                self.crossed(way, codec, raw_bytes=0, payload_bytes=0, frames=0)
 
-    def sent(self, codec: str, *, raw_bytes: int, payload_bytes: int, frames: int = 1) -> None:
-        """Count frames that left, with their KV's size before encoding."""
-        self._count("sent", codec, raw_bytes, payload_bytes, frames)
-
-    def received(self, codec: str, *, raw_bytes: int, payload_bytes: int, frames: int = 1) -> None:
-        """Count frames that came, with their KV's size after decoding."""
-        self._count("received", codec, raw_bytes, payload_bytes, frames)
+    def crossed(self, way: str, codec: str, *, raw_bytes: int, payload_bytes: int, frames: int = 1) -> None:
+        """Count frames that were sent or received, one of DIRECTIONS; raw_bytes: of their KV without a code."""
+        self._raw.labels(self._model, way, codec).inc(raw_bytes)
+        self._payload.labels(self._model, way, codec).inc(payload_bytes)
+        self._frames.labels(self._model, way, codec).inc(frames)
 
     def codec_chosen(self, codec: str, reason: str) -> None:
         """Count a transfer whose codec was left to the decode worker."""
@@ -227,11 +225,6 @@ class TransferMetrics:
     def link_measured(self, prefill_worker: str, bytes_per_second: float) -> None:
         """Record what the link from `prefill_worker` carries."""
         self._links.labels(self._model, prefill_worker).set(bytes_per_second)
-
-    def _count(self, way: str, codec: str, raw_bytes: int, payload_bytes: int, frames: int) -> None:
-        self._raw.labels(self._model, way, codec).inc(raw_bytes)
-        self._payload.labels(self._model, way, codec).inc(payload_bytes)
-        self._frames.labels(self._model, way, codec).inc(frames)
 
 
 class CodecMetrics:

@@ -57,10 +57,6 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def make_environment() -> ImmutableSandboxedEnvironment:
     """Return the environment that chat templates expect."""
     environment = ImmutableSandboxedEnvironment(
@@ -68,7 +64,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 

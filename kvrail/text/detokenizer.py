@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from kvrail.text.tokenizer import Tokenizer
 
@@ -25,7 +24,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         decoder = tokenizer.decoder
-        self._utf8: _Utf8 = _PerByteUtf8() if decoder.per_byte else _MaximalPartUtf8()
+        self._utf8 = _PerByteUtf8() if decoder.per_byte else _MaximalPartUtf8()
         self._strip = decoder.strip
         self._first = True
         self._read_prompt(prompt_ids)
@@ -69,14 +68,7 @@ class IncrementalDetokenizer:
         self._utf8.feed(tail)
 
 
-class _Utf8(Protocol):
-    """Bytes to characters; an unfinished character waits for its rest."""
-
-    def feed(self, data: bytes) -> str:
-        """Return the characters that `data` completes."""
-
-    def finish(self) -> str:
-        """Return replacements for what is unfinished."""
+# Both of these make characters of bytes: `feed` returns those that are complete, `finish` replacements for the rest.
 
 
 class _MaximalPartUtf8:

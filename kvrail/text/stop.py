@@ -37,9 +37,8 @@ class StopMatcher:
         match = self._earliest(window)
         hold_from = self._hold_from(window)
         if match is not None and match[0] <= hold_from:
-            begin, stop = match
             self._held = ""
-            return StopResult(window[: begin + len(stop)] if self._include_stop else window[:begin], stop)
+            return self._cut(window, *match)
         # A match that begins behind a stop string still in the making waits for it: the earlier one may complete.
         self._held = window[hold_from:]
         return StopResult(window[:hold_from])
@@ -48,9 +47,9 @@ class StopMatcher:
         """End the text: what was held back is emitted, or cut at the first match in it."""
         window, self._held = self._held, ""
         match = self._earliest(window)
-        if match is None:
-            return StopResult(window)
-        begin, stop = match
+        return StopResult(window) if match is None else self._cut(window, *match)
+
+    def _cut(self, window: str, begin: int, stop: str) -> StopResult:
         return StopResult(window[: begin + len(stop)] if self._include_stop else window[:begin], stop)
 
     def _earliest(self, window: str) -> tuple[int, str] | None:

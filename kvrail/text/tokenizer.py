@@ -1,5 +1,6 @@
 """A model's tokenizer, read from its files without torch or transformers; ids equal transformers' AutoTokenizer's."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -249,17 +250,11 @@ def _rebuild_llama(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> dict
     scheme = ("always" if files.tokenizer_config.get("legacy", False) else "first") if prefix else "never"
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(METASPACE, prepend_scheme=scheme, split=False)
-    steps: list[Any] = [decoders.Replace(METASPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    sections: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": METASPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    if prefix:
-        steps.append(decoders.Strip(content=" ", left=1))
-        sections.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    steps = [decoders.Replace(METASPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps += [decoders.Strip(content=" ", left=1)] if prefix else []
     backend.decoder = decoders.Sequence(steps)
-    return {"type": "Sequence", "decoders": sections}
+    section: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return section
 
 
 def _vocab_size(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> int:

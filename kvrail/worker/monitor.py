@@ -1,6 +1,6 @@
 """What a worker's metrics port shows, from the start of its process on. Without torch, whose import takes seconds."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvrail import __version__
 from kvrail.config.settings import WorkerSettings
@@ -8,20 +8,11 @@ from kvrail.security.tls import Tls
 from kvrail.telemetry.exposition import Exposition
 from kvrail.telemetry.making import show_certificates, show_process
 from kvrail.telemetry.series import Registry
-from kvrail.telemetry.startup import Startup, State
+from kvrail.telemetry.startup import Startup
 from kvrail.wire import PROTOCOL_VERSION
 
-
-class Observed(Protocol):
-    """A worker that serves."""
-
-    def state(self) -> State:
-        """What it does now."""
-        ...
-
-    def measure(self) -> None:
-        """Bring up to date what is measured at a scrape alone. Any thread may call it."""
-        ...
+if TYPE_CHECKING:
+    from kvrail.worker.process import Worker
 
 
 class Monitor:
@@ -37,9 +28,9 @@ class Monitor:
         show_process(self.registry, __version__, PROTOCOL_VERSION)
         self._look_at_certificate = show_certificates(self.registry, {} if tls is None else {"services": tls.end})
         self._exposition = Exposition(self.registry, vllm="decode" in settings.roles)
-        self._worker: Observed | None = None
+        self._worker: Worker | None = None
 
-    def serves(self, worker: Observed) -> None:
+    def serves(self, worker: "Worker") -> None:
         """From now on `worker` takes requests, and says how it is."""
         self._worker = worker
         self.startup.end()

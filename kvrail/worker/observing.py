@@ -36,7 +36,7 @@ class SentKV:
         if self._spans is not None:
             self._spans.add("send", _pages(header), seconds, bytes=payload_bytes, stage=header.stage)
         raw_bytes = header.spec.raw_bytes if header.stage == 0 else 0
-        self._meters.transfers.sent(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
+        self._meters.transfers.crossed("sent", header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
 
     def held(self, change: int) -> None:
         """Later stages wait in memory, or do no more."""
@@ -63,7 +63,7 @@ class ReceivedKV:
             self._spans.add("decode", _pages(header), seconds, bytes=payload_bytes, stage=header.stage)
         raw_bytes = header.spec.raw_bytes if header.stage == header.num_stages - 1 else 0
         self._meters.coding.decoded(header.codec, seconds)
-        self._meters.transfers.received(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
+        self._meters.transfers.crossed("received", header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
         self.raw_bytes += raw_bytes
         self.payload_bytes += payload_bytes
 

@@ -110,26 +110,22 @@ def _tbe_for_layers(weight: TbeWeight) -> TbeWeight:
 class CompressedMethod(Generic[Held]):
     """A form in which a GPU holds weights in fewer bytes, and multiplies by them, with the bits of the plain ones.
 
-    refusal: why a weight cannot have it, empty where it can. compress: a weight to it, on the host. prepare: what must
-    be done on the device before a capture. for_layers: the weight as the layers that share it keep it. linear: the
+    refusal: why a weight cannot have it, empty where it can. load: a weight to it, in host memory. prepare: what must
+    be done on the device before a capture. for_layers: the weight as the layers that share it keep it. apply: the
     layer, of that, bias, first row and last.
     """
 
     name: str
     refusal: Callable[[torch.Tensor], str]
-    compress: Callable[[torch.Tensor], Held]
+    load: Callable[[torch.Tensor], Held]
     prepare: Callable[[Held], None]
     for_layers: Callable[[Held], Held]
-    linear: Callable[[Held, torch.Tensor | None, int, int], HeldLinear]
+    apply: Callable[[Held, torch.Tensor | None, int, int], HeldLinear]
     invariant_rows: int = _LEAST_ROWS
 
     def accepts(self, config: Any, weight: torch.Tensor) -> str:
         """Why a weight cannot have this form; empty where it can."""
         return self.refusal(weight)
-
-    def load(self, weight: torch.Tensor) -> Held:
-        """The weight in this form, in host memory."""
-        return self.compress(weight)
 
     def place(self, held: Held, device: torch.device) -> Held:
         """A weight from the host, ready, as layers keep it.
@@ -141,10 +137,6 @@ class CompressedMethod(Generic[Held]):
         there: Held = held.to(device)
         self.prepare(there)
         return self.for_layers(there)
-
-    def apply(self, held: Held, bias: torch.Tensor | None, begin: int, end: int) -> HeldLinear:
-        """A layer that multiplies by rows `begin` to `end`."""
-        return self.linear(held, bias, begin, end)
 
     def join(self, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         """None: projections are joined before their weights take this form."""

@@ -36,7 +36,7 @@ def test_what_is_not_measured_is_the_old_constant_and_a_number_of_the_operators_
     line = Line()
     local = LocalPrefill(-1, lambda: line, 256)
     assert local.tokens(3) == UNMEASURED_TOKENS
-    local.fetched(1000, 0.05)
+    local.remote.note(1000, 0.05)
     assert local.tokens(0) == UNMEASURED_TOKENS
     line = Line(1e-3, 1e-5)
     assert local.tokens(0) == 256

@@ -20,7 +20,7 @@ from kvrail.security.tls import Tls
 from kvrail.services.router.fleet import workers
 from kvrail.services.router.fleet.worker import NOT_ASKED
 from kvrail.services.router.http.app import build_app
-from kvrail.services.router.main import RouterServer, open_admin
+from kvrail.services.router.main import RouterServer
 from kvrail.services.router.plan.defaults import Defaults
 from kvrail.telemetry.moments import Moment
 from kvrail.text import Tokenizer
@@ -288,7 +288,7 @@ async def run_cluster(
         with patch.object(workers, "STATUS_INTERVAL_S", status_interval_s):
             server = RouterServer(build_app(chosen, tokenizer, defaults), chosen)
         listener = listen("127.0.0.1", 0)
-        open_admin(server, chosen, server._app.state.tls)
+        server.open_admin(chosen)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started or task.done())
         port = listener.getsockname()[1]

@@ -9,7 +9,7 @@ import pytest
 from kvrail.config.settings import RouterSettings
 from kvrail.errors import ConfigError
 from kvrail.rpc import names
-from kvrail.services.router.fleet import workers
+from kvrail.services.router.fleet import discovery, workers
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, status, until, write_output
 from tests.router.scripts import able_prefill, error_of
@@ -33,7 +33,7 @@ class Zone:
 def zone(monkeypatch: pytest.MonkeyPatch) -> Zone:
     made = Zone()
     monkeypatch.setattr(names, "resolve", made.resolve)
-    monkeypatch.setattr(workers, "DNS_INTERVAL_S", 0.05)
+    monkeypatch.setattr(discovery, "INTERVAL_S", 0.05)
     return made
 
 

@@ -190,7 +190,7 @@ def test_windows_against_a_count_of_every_second():
 
 
 def test_a_key_that_is_never_used_takes_no_memory():
-    assert not Quotas()._by_name
+    assert not Quotas().by_name
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0ms"), (0.12, "120ms"), (1, "1s"), (59.1, "1m0s"), (360, "6m0s")])

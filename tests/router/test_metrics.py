@@ -102,7 +102,7 @@ def filled_registry() -> Registry:
     engine.prefix_hit_tokens.inc(40)
     engine.step_tokens.observe(17)
     transfer = TransferMetrics(registry, MODEL, codecs=("raw", "splitzip"))
-    transfer.received("splitzip", raw_bytes=300, payload_bytes=200, frames=2)
+    transfer.crossed("received", "splitzip", raw_bytes=300, payload_bytes=200, frames=2)
     coding = CodecMetrics(registry, MODEL)
     coding.encoded("splitzip", 0.25, values=1000, escapes=3, raw_tensors=1)
     coding.encoded("splitzip", 0.5, values=1000, escapes=0, raw_tensors=0)

@@ -37,7 +37,7 @@ class Worker:
     async def generate(self, request, context):
         order, _, number = request.request_id.partition(" ")
         self.running.add(request.request_id)
-        self.streams.add(context._sender)
+        self.streams.add(context.write.func.__self__)  # the stream that it writes to
         try:
             for i in range(int(number or 1)):
                 await context.write(decode_pb2.GenerateReply(index=i, text="x" * len(request.model)))

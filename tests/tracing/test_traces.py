@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.link import once_compiled
 from kvrail.errors import ConfigError
-from kvrail.services.prefill.trace import PROCESS, PrefillTrace
+from kvrail.services.prefill import trace
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import Span, SpanLog
 from kvrail.telemetry.tracing import MAX_GROUPS, Tracing
@@ -189,9 +189,9 @@ def test_a_prefill_ends_with_its_last_part(collector, sent):
     """Frames may have left before the loop hears that the prompt is computed."""
     tracing, now = Tracing.start(collector.endpoint, "prefill"), 0.0
     timeline = Timeline(lambda: now)
-    spans = SpanLog(PROCESS, timeline)
-    trace = PrefillTrace.begin(tracing, "m", prefill_pb2.PrefillRequest(request_id=f"{sent}"), timeline)
-    with trace.following(spans):
+    spans = SpanLog(trace.PROCESS, timeline)
+    hop = trace.begin(tracing, "m", prefill_pb2.PrefillRequest(request_id=f"{sent}"), timeline)
+    with hop.following(lambda hop, error: trace.end(hop, spans, error)):
         now = 1.0
         timeline.mark(Moment.PREFILL_STARTED)
         for now in (2.0, 3.0):

@@ -1,12 +1,11 @@
 """`kvrail chat`: a conversation with a running cluster, or one answer."""
 
 import argparse
-import os
 import sys
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvrail.cli.flags import Commands, add_command
+from kvrail.cli.flags import Commands, add_command, add_server, api_key
 from kvrail.cli.remote.drafts import DraftScreen, shows_drafts
 from kvrail.errors import ConfigError, KvrailError
 
@@ -36,15 +35,7 @@ def add_commands(commands: Commands) -> None:
         parser.add_argument(
             "message", nargs="*", metavar="MESSAGE", help="ask this and end; without it, a conversation"
         )
-        server = parser.add_argument_group("server")
-        server.add_argument(
-            "--url",
-            default="http://127.0.0.1:8000",
-            metavar="URL",
-            help="address of the router (default http://127.0.0.1:8000)",
-        )
-        server.add_argument("--api-key", metavar="KEY", help="bearer key (default: the variable KVRAIL_API_KEY)")
-        server.add_argument("--model", metavar="NAME", help="which model to ask (default: the first that is served)")
+        add_server(parser.add_argument_group("server"))
         answer = parser.add_argument_group("answer")
         answer.add_argument("--system", metavar="TEXT", help="system message (default: none)")
         answer.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the server's)")
@@ -57,13 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Chat; returns the exit status. Raises KvrailError where one answer was asked for and failed."""
     from kvrail.cli.remote.client import ChatClient
 
-    key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")
     options = {name: getattr(arguments, name) for name in SAMPLING if getattr(arguments, name) is not None}
-    with closing(ChatClient(arguments.url, key)) as client:
-        models = client.models()
-        if not models:
-            raise ConfigError(f"{arguments.url} serves no model; start a cluster with `kvrail up`")
-        chat = Conversation(client, arguments.model or models[0], arguments.system, options)
+    with closing(ChatClient(arguments.url, api_key(arguments))) as client:
+        first = client.chosen(None)
+        chat = Conversation(client, arguments.model or first, arguments.system, options)
         message = " ".join(arguments.message)
         if not message and not sys.stdin.isatty():
             message = sys.stdin.read().strip()
@@ -88,10 +76,6 @@ class Conversation:
         self._options = options
         self._head = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
-
-    def reset(self) -> None:
-        """Forget everything but the system message."""
-        self.messages.clear()
 
     def ask(self, message: str, out: TextIO) -> None:
         """Write the answer to `message` as it comes, and remember both. A terminal also shows drafts, dimmed.
@@ -139,7 +123,7 @@ def converse(chat: Conversation, out: TextIO) -> int:
         if message in ("/quit", "/exit"):
             return 0
         if message == "/reset":
-            chat.reset()
+            chat.messages.clear()  # the system message is not among them
         elif message == "/help":
             out.write(HELP)
         elif message.startswith("/"):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,61 +48,64 @@ class ChatClient:
             timeout=httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=parts.hostname not in LOOPBACK,  # no proxy stands before this very machine
         )
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._http.close()
+        self.close = self._http.close
 
     def models(self) -> list[str]:
         """Names of the models that are served."""
-        try:
+        with self._reaching():
             response = self._http.get("/models")
             self._check(response)
             return [str(model["id"]) for model in response.json()["data"]]
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from None
-        except (ValueError, KeyError, TypeError):
-            raise WorkerUnavailableError(f"{self._url} does not speak OpenAI's API; check --url") from None
+
+    def chosen(self, name: str | None) -> str:
+        """The model to ask: the one of this name, or the first that is served. Raises ConfigError without any."""
+        models = [name] if name else self.models()
+        if not models:
+            raise ConfigError(f"{self._url} serves no model; start a cluster with `kvrail up`")
+        return models[0]
 
     def health(self) -> Json:
         """The body of /health, whether or not requests are served."""
-        try:
+        with self._reaching("/health is no router's of kvrail"):
             response = self._http.get(f"{self._url}/health")
             if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                 self._check(response)
             health: Json = response.json()
             health["status"]
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from None
-        except (ValueError, KeyError, TypeError):
-            raise WorkerUnavailableError(f"{self._url}/health is no router's of kvrail; check --url") from None
-        return health
+            return health
 
     def answer(self, body: Mapping[str, Any]) -> Generator[str | Json, None, None]:
         """Stream the text that answers `body`, a chat completion request; closing the iterator cancels the request.
 
         Where it asks for drafts, news of them come too: the member `kvrail` of a chunk.
         """
-        try:
-            with self._http.stream("POST", "/chat/completions", json={**body, "stream": True}) as response:
-                if response.status_code != httpx.codes.OK:
-                    response.read()
-                self._check(response)
-                yield from self._updates(response.iter_lines())
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
+        stream = self._http.stream("POST", "/chat/completions", json={**body, "stream": True})
+        with self._reaching(), stream as response:
+            if response.status_code != httpx.codes.OK:
+                response.read()
+            self._check(response)
+            yield from self._updates(response.iter_lines())
 
     def complete(self, body: Mapping[str, Any]) -> Json:
         """The whole answer to `body`, a chat completion request that is not a stream."""
-        try:
+        with self._reaching():
             response = self._http.post("/chat/completions", json=body)
             self._check(response)
             answer: Json = response.json()
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
-        except ValueError:
-            raise WorkerUnavailableError(f"{self._url} does not speak OpenAI's API; check --url") from None
-        return answer
+            return answer
+
+    @contextmanager
+    def _reaching(self, unlike: str = " does not speak OpenAI's API") -> Iterator[None]:
+        """Name the server in errors of the network, and where an answer is not what is expected."""
+        try:
+            yield
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise WorkerUnavailableError(
+                f"cannot reach {self._url} ({reason}); start a cluster with `kvrail up`, or name one with --url"
+            ) from None
+        except (ValueError, KeyError, TypeError):
+            raise WorkerUnavailableError(f"{self._url}{unlike}; check --url") from None
 
     def _updates(self, lines: Iterator[str]) -> Iterator[str | Json]:
         """What each server-sent event brings. Raises where the stream reports an error or ends too early."""
@@ -131,9 +135,3 @@ class ChatClient:
         if response.status_code == httpx.codes.UNAUTHORIZED:
             message += " (set KVRAIL_API_KEY or --api-key)"
         raise ERRORS.get(response.status_code, WorkerUnavailableError)(message)
-
-    def _unreachable(self, error: Exception) -> WorkerUnavailableError:
-        reason = f"{type(error).__name__}: {error}".rstrip(": ")
-        return WorkerUnavailableError(
-            f"cannot reach {self._url} ({reason}); start a cluster with `kvrail up`, or name one with --url"
-        )

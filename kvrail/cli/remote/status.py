@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, TextIO
 
-from kvrail.cli.flags import Commands, add_command
+from kvrail.cli.flags import Commands, add_command, add_server, api_key
 from kvrail.errors import ConfigError
 
 SUMMARY = "show the state of a running cluster and of each worker"
@@ -35,10 +34,7 @@ Json = dict[str, Any]
 def add_commands(commands: Commands) -> None:
     """Add `kvrail status`."""
     with add_command(commands, "status", SUMMARY, EPILOG, run) as parser:
-        parser.add_argument(
-            "--url", default="http://127.0.0.1:8000", metavar="URL", help="address of the router, or of its admin port"
-        )
-        parser.add_argument("--api-key", metavar="KEY", help="bearer key (default: the variable KVRAIL_API_KEY)")
+        add_server(parser, "router, or of its admin port", model=False)
         parser.add_argument(
             "--watch", nargs="?", const="2", metavar="SECONDS", help="show it again and again (default every 2)"
         )
@@ -50,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvrail.cli.remote.client import ChatClient
 
     pause_s = _seconds(arguments.watch) if arguments.watch is not None else None
-    key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")
-    with closing(ChatClient(arguments.url, key)) as client:
+    with closing(ChatClient(arguments.url, api_key(arguments))) as client:
         try:
             while True:
                 health = client.health()

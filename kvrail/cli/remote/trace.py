@@ -2,16 +2,15 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from kvrail.cli.flags import Commands, add_command
+from kvrail.cli.flags import Commands, add_command, add_server, api_key
 from kvrail.errors import ConfigError, WorkerUnavailableError
-from kvrail.telemetry.moments import PARTS, Moment
+from kvrail.telemetry.moments import Moment, partition
 
 SUMMARY = "draw one request's way through a running cluster"
 EPILOG = """Open the file at https://ui.perfetto.dev or in chrome://tracing.
@@ -34,9 +33,7 @@ def add_commands(commands: Commands) -> None:
             "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="file to write (default trace.json)"
         )
         parser.add_argument("--force", action="store_true", help="overwrite the file if it exists")
-        parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="address of the router")
-        parser.add_argument("--api-key", metavar="KEY", help="bearer key (default: the variable KVRAIL_API_KEY)")
-        parser.add_argument("--model", metavar="NAME", help="which model to ask (default: the first that is served)")
+        add_server(parser)
         parser.add_argument("--codec", metavar="NAME", help="how the KV crosses (default: the server's)")
         parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest answer (default 64)")
 
@@ -50,14 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     message = " ".join(arguments.message) or sys.stdin.read().strip()
     if not message:
         raise ConfigError("there is no message; give one, or pipe it to standard input")
-    key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")
-    with closing(ChatClient(arguments.url, key)) as client:
-        models = [arguments.model] if arguments.model else client.models()
-        if not models:
-            raise ConfigError(f"{arguments.url} serves no model; start a cluster with `kvrail up`")
+    with closing(ChatClient(arguments.url, api_key(arguments))) as client:
+        model = client.chosen(arguments.model)
         options: Json = {"trace": True} | ({"codec": arguments.codec} if arguments.codec else {})
         body = {"messages": [{"role": "user", "content": message}], "max_tokens": arguments.max_tokens}
-        answer = client.complete({"model": models[0], **body, "kvrail": options})
+        answer = client.complete({"model": model, **body, "kvrail": options})
     usage = answer.get("usage", {}).get("kvrail", {})
     if "trace" not in usage:
         raise WorkerUnavailableError(f"{arguments.url} sends no traces; is it a router of kvrail?")
@@ -106,14 +100,11 @@ def chrome_trace(usage: Mapping[str, Any]) -> Json:
 
 def _parts(moments: Mapping[str, float]) -> Iterator[Json]:
     """The partition of the request's time, as a process of its own."""
-    last = 0.0
-    for name, begin, end in PARTS:
-        last = max(last, moments.get(begin.value, last))
-        finish = moments.get(end.value)
-        if finish is not None and finish > last:
-            yield {"process": "request", "track": "parts", "name": name, "begin": last, "seconds": finish - last}
-            last = finish
+    for name, begin, end in partition(moments.get):
+        if end > begin:
+            yield {"process": "request", "track": "parts", "name": name, "begin": begin, "seconds": end - begin}
     if (received := moments.get(Moment.RECEIVED.value)) is not None:
+        last = max(moments.values())
         yield {"process": "request", "track": "whole", "name": "request", "begin": received, "seconds": last - received}
 
 

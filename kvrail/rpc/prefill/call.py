@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from kvrail.errors import FrameError, KvrailError, RequestCancelledError
@@ -27,17 +27,19 @@ MAX_UNTAKEN = 1024
 class PrefillCall:
     """One call of a prefill worker. One task reads and dispatches.
 
-    on_heartbeat: called when the worker says that it is at work, though it has nothing else to send. End it by reading
-    to the end or by `cancel`; as an async context manager it cancels by itself and leaves nothing pending.
+    on_heartbeat: called when the worker says that it is at work, though it has nothing else to send. accepted_already:
+    the handshake's answer, if it has come. spans: the worker's, which it sends at the end of the transfer if a trace
+    was asked for. End it by reading to the end or by `cancel`; as an async context manager it cancels by itself and
+    leaves nothing pending.
     """
 
     def __init__(self, feed: Feed) -> None:
-        self._accepted: Accepted | None = None
+        self.accepted_already: Accepted | None = None
         self._first_token: FirstToken | None = None
         self._announced: deque[Announcement] = deque()
         self._frame_count = 0
         self._payload_bytes = 0
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []
         self.on_heartbeat: Callable[[], None] = lambda: None
         self._done = False
         self._failure: KvrailError | None = None
@@ -47,14 +49,9 @@ class PrefillCall:
 
     async def accepted(self) -> Accepted:
         """Wait for the handshake's answer; raises what the worker refused with."""
-        while self._accepted is None:
+        while self.accepted_already is None:
             await self._wait()
-        return self._accepted
-
-    @property
-    def accepted_already(self) -> Accepted | None:
-        """The handshake's answer, if it has come."""
-        return self._accepted
+        return self.accepted_already
 
     async def first_token(self) -> FirstToken:
         """Wait for the first token; raises what ended the call before it."""
@@ -75,11 +72,6 @@ class PrefillCall:
         if self._failure is not None:
             raise self._failure
         return self._announced.popleft() if self._announced else None
-
-    @property
-    def spans(self) -> Sequence[Span]:
-        """The prefill worker's spans, which it sends at the end of the transfer if a trace was asked for."""
-        return self._spans
 
     def cancel(self) -> None:
         """End the call now, on both ends; a caller that still waits here gets RequestCancelledError."""
@@ -128,11 +120,11 @@ class PrefillCall:
             raise FrameError("the prefill worker sent an empty reply")
         if self._done:
             raise FrameError("a reply follows the end of the transfer")
-        if (self._accepted is None) != (kind == "accepted"):
+        if (self.accepted_already is None) != (kind == "accepted"):
             first = "accepted twice" if kind == "accepted" else f"sent {kind} before it accepted"
             raise FrameError(f"the prefill worker {first}")
         if kind == "accepted":
-            self._accepted = reply.accepted
+            self.accepted_already = reply.accepted
         elif kind == "first_token":
             if self._first_token is not None:
                 raise FrameError("the prefill worker sent a second first token")
@@ -158,5 +150,5 @@ class PrefillCall:
                 f"the sender counts {done.frame_count} frames and {done.payload_bytes} bytes;"
                 f" {self._frame_count} and {self._payload_bytes} were announced"
             )
-        self._spans = list(done.spans)
+        self.spans = list(done.spans)
         self._done = True

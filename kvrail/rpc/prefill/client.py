@@ -1,7 +1,6 @@
 """Calls of a prefill worker over gRPC."""
 
 import functools
-from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -13,31 +12,13 @@ from kvrail.wire.v1 import prefill_pb2_grpc
 from kvrail.wire.v1.prefill_pb2 import PrefillRequest
 
 
-class PrefillClient(Protocol):
-    """Reaches one prefill worker."""
-
-    @property
-    def host(self) -> str:
-        """By which its gRPC port is reached; empty in one process."""
-        ...
-
-    def prefill(self, request: PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
-        """Begin a call; it opens at the event loop's next turn. Past `timeout_s` it ends with DeadlineError."""
-        ...
-
-
 class GrpcPrefillClient:
-    """Calls a prefill worker over gRPC; `address`, host:port, names it in errors."""
+    """Calls a prefill worker over gRPC; `address`, host:port, names it in errors. host: by which it is reached."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._prefill = prefill_pb2_grpc.PrefillStub(channel).Prefill  # type: ignore[no-untyped-call]
         self._peer = f"prefill worker {address}"
-        self._host = address.rpartition(":")[0].strip("[]")
-
-    @property
-    def host(self) -> str:
-        """By which the worker is reached."""
-        return self._host
+        self.host = address.rpartition(":")[0].strip("[]")
 
     def prefill(self, request: PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
         """Begin a call; it opens at the event loop's next turn. Past `timeout_s` it ends with DeadlineError."""

@@ -14,7 +14,7 @@ from kvrail.codec.frame import FrameHeader
 from kvrail.engine.batch.batch import SampledToken
 from kvrail.engine.kv.leases import PageLease
 from kvrail.errors import IncompatibleError, KvrailError
-from kvrail.rpc.prefill.client import PrefillClient
+from kvrail.rpc.prefill.client import GrpcPrefillClient
 from kvrail.runtime.logs import exemplar
 from kvrail.runtime.tuning import compute_with
 from kvrail.services.decode.choice import LinkSample
@@ -46,10 +46,6 @@ logger = logging.getLogger("kvrail.decode")
 DECODER_THREADS = 4
 
 
-def _decoder_threads() -> Executor:
-    return ThreadPoolExecutor(DECODER_THREADS, "decode", compute_with, (1,))
-
-
 @dataclass(slots=True)
 class FetchParts:
     """What every attempt of a decode worker uses.
@@ -63,7 +59,9 @@ class FetchParts:
     transports: Transports
     silence_s: float
     max_frame_bytes: int
-    executor: Executor = field(default_factory=_decoder_threads)
+    executor: Executor = field(
+        default_factory=lambda: ThreadPoolExecutor(DECODER_THREADS, "decode", compute_with, (1,))
+    )
 
 
 class FetchAttempt:
@@ -90,7 +88,7 @@ class FetchAttempt:
         self.crossing = LinkSample()
 
     def hand_over(
-        self, client: PrefillClient, timeout_s: float | None, link_bytes_per_s: int, avoided: Collection[str]
+        self, client: GrpcPrefillClient, timeout_s: float | None, link_bytes_per_s: int, avoided: Collection[str]
     ) -> None:
         """Ask a worker to compute the prompt and send its KV.
 

@@ -3,16 +3,14 @@
 import logging
 from collections.abc import Sequence
 from time import monotonic
-from typing import Protocol
 
 from kvrail.codec.base import Codec
 from kvrail.config.settings import DecodeSettings
 from kvrail.errors import InvalidRequestError
-from kvrail.rpc.prefill.client import PrefillClient
 from kvrail.services.decode.choice import Chooser
 from kvrail.services.decode.fetch_attempt import FetchParts
 from kvrail.services.decode.local import LOCAL_FALLBACK_TOKENS, LocalFallbacks, LocalPrefill
-from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, PrefillTarget
+from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, GrpcPrefillWorkers, PrefillTarget
 from kvrail.services.decode.progress import Progress
 from kvrail.worker.budgets import helping_tokens
 from kvrail.worker.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
@@ -21,14 +19,6 @@ logger = logging.getLogger("kvrail.decode")
 
 AVOIDED_S = 300.0
 """A transport by which nothing came from a worker is not offered to it for this long, if there is another."""
-
-
-class PrefillWorkers(Protocol):
-    """How to reach prefill workers (kvrail.services.decode.prefill_workers; in one process, tests give their own)."""
-
-    def client(self, address: str) -> PrefillClient:
-        """A client of the worker at `address`."""
-        ...
 
 
 class Fetcher:
@@ -45,7 +35,7 @@ class Fetcher:
         codecs: Codecs,
         asked_codec: str,
         first_codec: str,
-        workers: PrefillWorkers,
+        workers: GrpcPrefillWorkers,
     ) -> None:
         self.parts = parts
         self.workers = workers
@@ -114,7 +104,7 @@ class Fetcher:
         if (share := progress.hidden_share()) is not None:
             self.parts.meters.transfers.hidden_share.observe(share)
         if (fetched := progress.fetched_s()) is not None:
-            self._here.fetched(len(progress.request.prompt_ids) - progress.cached_tokens, fetched)
+            self._here.remote.note(len(progress.request.prompt_ids) - progress.cached_tokens, fetched)
         self.chooser.observe_steps(*progress.steps_after())
         self.chooser.observe_drafts(progress.drafts.proposed, progress.drafts.accepted)
 

@@ -33,24 +33,21 @@ def local_tokens(local: Line, remote: Line, running: int, most: int) -> int:
 class LocalPrefill:
     """Keeps what `local_tokens` needs. fixed: the operator's number, or -1: measure.
 
-    local: seconds of this worker's steps with prompts, as measured by now.
+    local: seconds of this worker's steps with prompts, as measured by now. remote: seconds to a first output token, by
+    tokens that a prefill worker computed.
     """
 
     def __init__(self, fixed: int, local: Callable[[], Line], most: int) -> None:
         self._fixed = fixed
         self._local = local
         self._most = most
-        self._remote = LineFit()
-
-    def fetched(self, tokens: int, seconds: float) -> None:
-        """A prefill worker computed `tokens` tokens; its first output token came after `seconds`."""
-        self._remote.note(tokens, seconds)
+        self.remote = LineFit()
 
     def tokens(self, running: int) -> int:
         """Missing tokens up to which a prompt that comes now is computed here, beside `running` sequences."""
         if self._fixed >= 0:
             return self._fixed
-        return local_tokens(self._local(), self._remote.line(), running, self._most)
+        return local_tokens(self._local(), self.remote.line(), running, self._most)
 
 
 class LocalFallbacks:

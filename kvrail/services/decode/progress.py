@@ -15,9 +15,10 @@ from kvrail.engine.request.events import (
 from kvrail.engine.request.requests import EngineRequest
 from kvrail.services.decode.drafts import DraftLog
 from kvrail.services.decode.invariance import InvarianceTracker
-from kvrail.services.decode.trace import PROCESS, DecodeTrace
+from kvrail.services.decode.trace import PROCESS
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import SpanLog
+from kvrail.telemetry.tracing import Hop
 from kvrail.wire.convert import (
     finish_reason_to_proto,
     logprobs_to_proto,
@@ -44,15 +45,14 @@ class Received:
 class Progress:
     """Follows one request's events in order.
 
-    provisional: whether the caller gets drafts. traced: whether it gets spans. trace: this
-    worker's part of a trace.
+    provisional: whether the caller gets drafts. traced: whether it gets spans. trace: this worker's part of a trace.
     """
 
     request: EngineRequest
     invariance: InvarianceTracker
     provisional: bool
     traced: bool = False
-    trace: DecodeTrace | None = None
+    trace: Hop | None = None
     timeline: Timeline = field(default_factory=Timeline)
     cached_tokens: int = 0
     prefill_worker: str = ""  # asked to compute the prompt; empty where none was, or where all have failed

@@ -43,7 +43,7 @@ class PromptFetch:
         self._access, self._metrics = fetcher.parts.access, fetcher.parts.meters.transfers
         self._task: asyncio.Task[None] | None = None
         self._source: tuple[Breaker, float] | None = None  # of the worker whose KV is here, and when it was asked
-        self._computing_here = False  # as no prefill worker could
+        self.computing_here = False  # as no prefill worker could
 
     def begin(self, admitted: Admitted, events: EngineEvents) -> None:
         """The request has its pages. If too many prompts fall back to this worker, `events` ends with the reason."""
@@ -66,8 +66,8 @@ class PromptFetch:
 
     def computed(self) -> None:
         """The prompt is computed, if it was to be computed here."""
-        if self._computing_here:
-            self._computing_here = False
+        if self.computing_here:
+            self.computing_here = False
             self._fetcher.fallbacks.over(self._request.request_id)
 
     async def leave(self) -> None:
@@ -186,7 +186,7 @@ class PromptFetch:
             return
         self._metrics.fallbacks["local"].inc()
         logger.warning("no prefill worker could be used; the prompt is computed here")
-        self._computing_here = True
+        self.computing_here = True
         progress.prefill_worker, progress.received = "", Received()
         with self._access.engine.change() as requests:
             requests.compute_here(request.request_id)

@@ -1,8 +1,8 @@
 """One generation: reserve pages, fetch or compute the prompt's KV, decode, report."""
 
-import contextlib
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import grpc
 import grpc.aio
@@ -14,11 +14,11 @@ from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.events_server import RequestContext
 from kvrail.runtime.drain import ActiveCalls
 from kvrail.runtime.logs import bound_request_id
+from kvrail.services.decode import trace
 from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.invariance import InvarianceTracker
 from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.prompt_fetch import PromptFetch
-from kvrail.services.decode.trace import DecodeTrace
 from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.tracing import Tracing
 from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
@@ -85,9 +85,9 @@ class DecodeServicer:
                 cache_salt=request.cache_salt,
             )
             timeline = Timeline()
-            trace = DecodeTrace.begin(self._tracing, request, timeline)
-            progress = Progress(asked, self._invariance, request.provisional, request.trace, trace, timeline)
-            with trace.following(progress) if trace else contextlib.nullcontext():
+            hop = trace.begin(self._tracing, request, timeline) if self._tracing else None
+            progress = Progress(asked, self._invariance, request.provisional, request.trace, hop, timeline)
+            with hop.following(lambda hop, error: trace.end(hop, progress, error)) if hop else nullcontext():
                 fetch = PromptFetch(self._fetcher, progress, workers, codec, context.time_remaining())
                 await self._follow(progress, fetch, context)
 
@@ -101,7 +101,7 @@ class DecodeServicer:
                 reply = progress.take(event)
                 if isinstance(event, Recomputed):
                     fetch.recomputed()
-                if isinstance(event, Output):
+                if fetch.computing_here and isinstance(event, Output):
                     fetch.computed()
                 if isinstance(event, Admitted) and event.awaits_kv:
                     fetch.begin(event, events)

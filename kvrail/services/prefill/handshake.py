@@ -7,21 +7,12 @@ from kvrail.config.origins import flag_name
 from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
 from kvrail.transfer.route import Route, first_common
 from kvrail.transport.base import Peer
-from kvrail.values.layout import KVLayout
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import check_request_id, layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker.codecs import Codecs
 from kvrail.worker.status import ServedModel
 from kvrail.worker.transports import Transports
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """How one transfer goes, and the reply that says so."""
-
-    route: Route
-    accepted: prefill_pb2.Accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +23,8 @@ class Terms:
     codecs: Codecs
     transports: Transports
 
-    def agree(self, request: prefill_pb2.PrefillRequest, host: str) -> Agreement:
-        """Choose codec and transport. host: the receiver's, as its call came from it.
+    def agree(self, request: prefill_pb2.PrefillRequest, host: str) -> tuple[Route, prefill_pb2.Accepted]:
+        """How a transfer goes, and the reply that says so. host: the receiver's, as its call came from it.
 
         Raises IncompatibleError where the two ends differ, naming both values.
         """
@@ -41,7 +32,9 @@ class Terms:
         theirs, model = request.handshake, self.model.loaded
         _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
         _same("model fingerprint", theirs.model_fingerprint, model.fingerprint)
-        _same_layout(layout_from_proto(theirs.layout), model.layout)
+        layout = layout_from_proto(theirs.layout)
+        for field in ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size", "dtype"):
+            _same(f"KV layout ({field})", getattr(layout, field), getattr(model.layout, field))
         codec = _agree_on_codec(self.codecs, theirs)
         offered = {each.name: each for each in theirs.transports}
         transport = self.transports.get(first_common("transport", list(offered), self.transports.names))
@@ -64,7 +57,7 @@ class Terms:
         )
         peer = Peer(peer_transport.address, host)
         route = Route.to(peer, theirs.transfer_key, codec, transport, on_device=peer_transport.on_device)
-        return Agreement(route, accepted)
+        return route, accepted
 
 
 def _same(what: str, theirs: object, ours: object) -> None:
@@ -73,11 +66,6 @@ def _same(what: str, theirs: object, ours: object) -> None:
             f"{what} differs: decode worker {theirs!r}, prefill worker {ours!r}; run the same version, model and"
             " settings on both"
         )
-
-
-def _same_layout(theirs: KVLayout, ours: KVLayout) -> None:
-    for field in ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size", "dtype"):
-        _same(f"KV layout ({field})", getattr(theirs, field), getattr(ours, field))
 
 
 def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:

@@ -1,8 +1,8 @@
 """Prefill workers' service: agree with the decode worker, open a transport's end, compute and send."""
 
-import contextlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import grpc
 
@@ -12,9 +12,9 @@ from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.drain import ActiveCalls
 from kvrail.runtime.logs import bound_request_id
 from kvrail.runtime.tuning import compute_with
+from kvrail.services.prefill import trace
 from kvrail.services.prefill.handler import HandlerParts, PrefillHandler
 from kvrail.services.prefill.handshake import Terms
-from kvrail.services.prefill.trace import PROCESS, PrefillTrace
 from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.telemetry.tracing import Tracing
@@ -74,13 +74,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         receiver: the host that asks; transfers to the same one share a send queue.
         """
         with bound_request_id(request.request_id), self._active.track():
-            agreed = self._terms.agree(request, receiver)
-            route = agreed.route
+            route, accepted = self._terms.agree(request, receiver)
             payload_sender = await route.transport.sender(route.peer, route.key)
             try:
                 number, timeline = next(self._calls), Timeline()
-                trace = PrefillTrace.begin(self._tracing, self._terms.model.name, request, timeline)
-                spans = SpanLog(PROCESS, timeline, requested=request.trace) if request.trace or trace else None
+                tracing = self._tracing
+                hop = trace.begin(tracing, self._terms.model.name, request, timeline) if tracing else None
+                spans = SpanLog(trace.PROCESS, timeline, requested=request.trace) if request.trace or hop else None
                 sender = PageSender(
                     self._outgoing(request, route),
                     payload_sender,
@@ -91,8 +91,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     SentKV(self._parts.meters, spans),
                 )
                 handler = PrefillHandler(self._parts, request, number, sender, replies, timeline, spans)
-                with trace.following(spans) if trace else contextlib.nullcontext():
-                    await handler.run(agreed.accepted)
+                with hop.following(lambda hop, error: trace.end(hop, spans, error)) if hop else nullcontext():
+                    await handler.run(accepted)
             finally:
                 await payload_sender.aclose()
 

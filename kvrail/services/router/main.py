@@ -73,10 +73,23 @@ class RouterServer(uvicorn.Server):
         self._admin: tuple[SideServer, socket.socket] | None = None
         self._admin_runs: asyncio.Task[None] | None = None
 
-    def add_admin(self, listener: socket.socket, tls: Tls | None, *, page: bool) -> None:
-        """Serve operators at a port of their own. tls: its certificate. page: with the status page."""
-        config = side_config(build_admin(self._app, self.drain, tls, page=page), tls)
-        self._admin = SideServer(config), listener
+    def open_admin(self, settings: RouterSettings) -> None:
+        """Serve operators at a port of their own, if the settings name one.
+
+        Raises ConfigError if its address is not available.
+        """
+        tls: Tls | None = self._app.state.tls
+        if settings.metrics_tls and (settings.admin_port < 0 or tls is None):
+            raise ConfigError(
+                "--metrics-tls is for --admin-port, with --tls-ca, --tls-cert and --tls-key; give those too"
+            )
+        if settings.admin_port < 0:
+            return
+        host, tls = settings.admin_host or settings.host, tls if settings.metrics_tls else None
+        listener = listen(host, settings.admin_port, "admin-port")
+        app = build_admin(self._app, self.drain, tls, page=settings.status_page != "off")
+        self._admin = SideServer(side_config(app, tls)), listener
+        log.info("admin port on %s:%d", host, listener.getsockname()[1])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to serve."""
@@ -157,18 +170,6 @@ def allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def open_admin(server: RouterServer, settings: RouterSettings, tls: Tls | None) -> None:
-    """Open the admin port, if the settings name one. Raises ConfigError if its address is not available."""
-    if settings.metrics_tls and (settings.admin_port < 0 or tls is None):
-        raise ConfigError("--metrics-tls is for --admin-port, with --tls-ca, --tls-cert and --tls-key; give those too")
-    if settings.admin_port < 0:
-        return
-    host = settings.admin_host or settings.host
-    listener = listen(host, settings.admin_port, "admin-port")
-    server.add_admin(listener, tls if settings.metrics_tls else None, page=settings.status_page != "off")
-    log.info("admin port on %s:%d", host, listener.getsockname()[1])
-
-
 def run(settings: RouterSettings) -> int:
     """Serve until asked to stop; returns the exit status. Raises ConfigError where a setting does not work."""
     logs.setup(settings.log_level, settings.log_format, "router")
@@ -180,7 +181,7 @@ def run(settings: RouterSettings) -> int:
     listener = listen(settings.host, settings.port)
     scheme = "https" if settings.tls_http_cert else "http"
     log.info("listening on %s://%s:%d", scheme, settings.host, listener.getsockname()[1])
-    open_admin(server, settings, app.state.tls)
+    server.open_admin(settings)
     loops.keep_what_is_here()
     server.run(sockets=[listener])
     log.info("stopped")

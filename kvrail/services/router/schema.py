@@ -40,7 +40,6 @@ from kvrail.wire.convert import (
     UINT64_MAX,
 )
 
-"""Wider than any vocabulary."""
 MAX_NAMED_KEYS = 20
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096

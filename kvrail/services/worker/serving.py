@@ -11,7 +11,7 @@ from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.rpc.server import RpcServer
 from kvrail.security.tls import Tls
 from kvrail.services.decode.fetch_attempt import FetchParts
-from kvrail.services.decode.fetcher import Fetcher, PrefillWorkers
+from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
 from kvrail.services.prefill.handler import PATIENCE_S, HandlerParts
@@ -94,7 +94,7 @@ def fetcher_of(
     transports: Transports,
     asked: str,
     first: str,
-    peers: PrefillWorkers,
+    peers: GrpcPrefillWorkers,
 ) -> Fetcher:
     """What fetches KV for a worker; see `Fetcher` for the codecs."""
     silence_s, frame_bytes = settings.transfer_timeout_s, settings.max_frame_bytes

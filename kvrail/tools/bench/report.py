@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from kvrail.tools.bench.answers import Answer, Failure, Json
 from kvrail.tools.bench.run import Run
@@ -19,6 +20,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+P99 = partial(percentile, percent=99)
 
 
 def latencies(answers: Iterable[Answer]) -> dict[str, list[float]]:
@@ -58,15 +62,11 @@ def figures(run: Run, limits: Mapping[str, float]) -> Json:
         "client_cpu_share": run.cpu_seconds / run.seconds,
     }
     for name, values in latencies(answers).items():
-        for kind, value in (("mean", statistics.fmean), ("median", statistics.median), ("p99", _p99), ("max", max)):
+        for kind, value in (("mean", statistics.fmean), ("median", statistics.median), ("p99", P99), ("max", max)):
             row[f"{kind}_{name}_ms"] = 1e3 * value(values) if values else None
     second = [answer.gaps[0] for answer in answers if answer.gaps]
     row["median_first_gap_ms"] = 1e3 * statistics.median(second) if second else None
     return row | {"failures": _failures(run.failures)} | _crossed([answer.kvrail for answer in answers])
-
-
-def _p99(values: Sequence[float]) -> float:
-    return percentile(values, 99)
 
 
 def _total(answers: Iterable[Answer], name: str) -> int:

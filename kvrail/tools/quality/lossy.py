@@ -1,26 +1,12 @@
 """What may change KV: a codec on its way, or a form of pages at rest."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from kvrail.codec.base import Codec, PagedBlock
 from kvrail.engine.kv.lossy import CODE_BITS, lossy_pages, page_bytes
 from kvrail.values.layout import KVLayout
-
-
-class Lossy(Protocol):
-    """What may change KV."""
-
-    @property
-    def name(self) -> str:
-        """What the table calls it."""
-        ...
-
-    def pass_through(self, pages: PagedBlock) -> float:
-        """Leave in a sequence's pages what it leaves of them; bits a value."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +56,7 @@ class AtRest:
         taken = closed.close(keys, values, chosen, places) == 0
         closed.open(keys, values, places[taken], chosen[taken])
         return 16 * page_bytes(self.layout, bits) / self.layout.page_bytes
+
+
+Lossy = OnTheWire | AtRest
+"""What may change KV."""

@@ -1,8 +1,7 @@
 """Admission: a bound on what runs or waits at once; nothing is admitted once the server is asked to stop."""
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvrail.errors import KvrailError, OverloadedError, RequestCancelledError, WorkerUnavailableError
@@ -13,31 +12,20 @@ from kvrail.services.router.generate.rates import CompletionRate
 class Admission:
     """Counts what runs or waits: a request once for each of its sequences, /tokenize and /detokenize once.
 
-    share: part of the limit that one client leaves to others. rate: says when a refused client should retry.
+    active, by_client: sequences that are here now. share: part of the limit that one client leaves to others. rate:
+    says when a refused client should retry.
     """
 
     def __init__(self, limit: int, share: float, rate: CompletionRate) -> None:
         self._limit = limit
         self._share = share
         self._rate = rate
-        self._active = 0
-        self._held: Counter[str] = Counter()
+        self.active = 0
+        self.by_client: Counter[str] = Counter()
         self._cancels: set[Callable[[KvrailError], None]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.draining = False
         self.most = max((n for n in range(1, limit + 1) if fair(0, n, limit, share)), default=0)
         """Most sequences that a client can have here at once."""
-
-    @property
-    def active(self) -> int:
-        """Sequences that are here now."""
-        return self._active
-
-    @property
-    def by_client(self) -> Mapping[str, int]:
-        """Sequences that are here now, by client."""
-        return self._held
 
     def check_open(self) -> None:
         """Raise WorkerUnavailableError once draining."""
@@ -53,31 +41,24 @@ class Admission:
         Raises OverloadedError where there is no room, WorkerUnavailableError once draining.
         """
         self.check_open()
-        held = self._held.get(client, 0)
-        if not fair(held, sequences, self._limit - self._active, self._share):
+        held = self.by_client.get(client, 0)
+        if not fair(held, sequences, self._limit - self.active, self._share):
             raise OverloadedError(
-                f"{self._active} sequences of at most {self._limit} are here already, {held} of them this client's, and"
+                f"{self.active} sequences of at most {self._limit} are here already, {held} of them this client's, and"
                 f" {self._share:.0%} of the room are kept for others; {sequences} more do not fit; retry",
                 retry_after=self._rate.retry_after(sequences),
             )
-        self._active += sequences
-        self._held[client] += sequences
+        self.active += sequences
+        self.by_client[client] += sequences
         self._cancels.add(cancel)
-        self._idle.clear()
         try:
             yield
         finally:
             self._cancels.discard(cancel)
-            self._active -= sequences
-            self._held[client] -= sequences
-            if not self._held[client]:
-                del self._held[client]
-            if self._active == 0:
-                self._idle.set()
-
-    async def drained(self) -> None:
-        """Wait until nothing runs."""
-        await self._idle.wait()
+            self.active -= sequences
+            self.by_client[client] -= sequences
+            if not self.by_client[client]:
+                del self.by_client[client]
 
     def cancel_all(self) -> None:
         """Cancel everything that runs; each client gets an error."""

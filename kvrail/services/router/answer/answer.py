@@ -12,17 +12,18 @@ from starlette.types import Receive, Scope, Send
 from kvrail.config.settings import RouterSettings
 from kvrail.errors import KvrailError
 from kvrail.runtime.turns import Turns
+from kvrail.services.router.answer import trace
 from kvrail.services.router.answer.admission import Admission
 from kvrail.services.router.answer.calls import MAX_NAME_CHARS, ApiCall
 from kvrail.services.router.answer.leaving import disconnected, ended_first
 from kvrail.services.router.answer.observe import RequestRecord
 from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.answer.sse import SseStream
-from kvrail.services.router.answer.trace import RequestTrace
 from kvrail.services.router.errors import error_response, outcome_of, refuse
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher
 from kvrail.services.router.generate.generation import Generation
+from kvrail.services.router.generate.prompt import Route
 from kvrail.services.router.openai.events import encode_json, encode_long
 from kvrail.services.router.openai.renaming import renamed
 from kvrail.services.router.openai.usage import final_usage
@@ -137,7 +138,7 @@ class RequestHandler:
         if self._tracing is not None:
             request, state = call.request, call.state
             model = (request.model or self._settings.model_name)[:MAX_NAME_CHARS]
-            call.trace = RequestTrace.begin(
+            call.trace = trace.begin(
                 self._tracing, call.operation, request, model, state.headers, state.request_id, call.timeline
             )
 
@@ -157,18 +158,12 @@ class RequestHandler:
         return SseStream(send, head_after_s=left_s, keep_alive_s=settings.keep_alive_s)
 
     def _generation(self, call: ApiCall, plan: Plan, leave: Callable[[], object]) -> Generation:
+        settings, context = self._settings, call.trace.context if call.trace else {}
+        route = Route(
+            self._dispatcher, self._pool, self._metrics, call.timeline, settings.request_timeout_s, on_overflow=leave
+        )
         return Generation(
-            plan,
-            call.wire_id,
-            model=self._settings.model_name,
-            client=call.client,
-            dispatcher=self._dispatcher,
-            pool=self._pool,
-            metrics=self._metrics,
-            timeline=call.timeline,
-            timeout_s=self._settings.request_timeout_s,
-            trace_context=call.trace.context if call.trace else {},
-            on_overflow=leave,
+            plan, route, call.wire_id, model=settings.model_name, client=call.client, trace_context=context
         )
 
     async def _write_whole(
@@ -256,7 +251,7 @@ class RequestHandler:
             parts_s=call.timeline.parts(),
         )
         if call.trace is not None:
-            call.trace.end(outcome, generation, 0 if record is None else record.completion_tokens)
+            trace.end(call.trace, outcome, generation, 0 if record is None else record.completion_tokens)
 
 
 def _part(call: ApiCall, name: str) -> AbstractContextManager[None]:

@@ -2,23 +2,26 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
+from typing import ClassVar
 
 from starlette.datastructures import State
 
 from kvrail.config.settings import RouterSettings
-from kvrail.errors import KvrailError, ModelNotFoundError
+from kvrail.errors import ModelNotFoundError
 from kvrail.services.router.answer.leaving import Cancellation
-from kvrail.services.router.answer.trace import Operation, RequestTrace
+from kvrail.services.router.answer.trace import Operation
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, Head
 from kvrail.services.router.openai.logprobs import TokenTexts
 from kvrail.services.router.openai.renaming import Rename
 from kvrail.services.router.openai.scored import ScoredPrompt
-from kvrail.services.router.openai.writers import Writer, chunk_writer, error_event
+from kvrail.services.router.openai.writers import ChunkWriter, Writer, error_event
 from kvrail.services.router.plan.translate import Plan, Planner
 from kvrail.services.router.schema import ChatRequest, CompletionRequest
+from kvrail.telemetry.tracing import Hop
 from kvrail.text import Tokenizer
 
 MAX_NAME_CHARS = 200
@@ -69,7 +72,7 @@ class ApiCall(ABC):
         self.timeline = state.timeline
         self.provisional = bool(request.kvrail and request.kvrail.provisional)
         self.cancellation = Cancellation()
-        self.trace: RequestTrace | None = None
+        self.trace: Hop | None = None
         self.name = ""
         self.parts = parts
 
@@ -107,9 +110,8 @@ class ApiCall(ABC):
             all_listed=request.logprob_token_ids is not None,
         )
 
-    def failure(self, error: KvrailError) -> bytes:
-        """The last event of a stream that fails before it has a writer."""
-        return error_event(error)
+    failure: ClassVar[Callable[..., bytes]] = staticmethod(error_event)
+    """The last event of a stream that fails, with this KvrailError, before it has a writer."""
 
     def left(self) -> None:  # noqa: B027 - most APIs keep nothing
         """The client has left before the end."""
@@ -135,7 +137,7 @@ class ChatCall(ApiCall):
             prompt=ScoredPrompt(texts, plan.prompts[0]) if plan.scores else None,
             prompt_top=request.prompt_logprobs or 0,
         )
-        return chunk_writer(form, request, plan)
+        return ChunkWriter(form, request, plan)
 
 
 class CompletionCall(ApiCall):
@@ -165,4 +167,4 @@ class CompletionCall(ApiCall):
             echo_top=request.logprobs if request.echo else None,
             prompt_top=request.prompt_logprobs,
         )
-        return chunk_writer(form, request, plan)
+        return ChunkWriter(form, request, plan)

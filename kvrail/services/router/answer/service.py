@@ -19,11 +19,12 @@ from kvrail.services.router.fleet.fleet import show_workers
 from kvrail.services.router.fleet.ways import Slo
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher
+from kvrail.services.router.openai.renaming import Rename, renamed
 from kvrail.services.router.plan.defaults import Defaults
 from kvrail.services.router.plan.encoding import Encoder
 from kvrail.services.router.plan.shaping import Shaper
 from kvrail.services.router.plan.translate import Planner
-from kvrail.services.router.schema import DetokenizeRequest, TokenizeRequest
+from kvrail.services.router.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from kvrail.telemetry.exposition import Exposition
 from kvrail.telemetry.making import show_certificates, show_process
 from kvrail.telemetry.router import RouterMetrics
@@ -69,13 +70,14 @@ class RouterService:
         )
         self._started = int(time.time())
 
-    def check_model(self, name: str | None) -> str:
-        """The name to answer under; raises ModelNotFoundError where it is none of this model's."""
-        return self.parts.served_name(name)
+    async def count(self, client: str, chat: ChatRequest, rename: Rename) -> int:
+        """Tokens of a chat's prompt; rename: what another API calls the chat's parameters."""
+        with self.admission.admitted(1, client):
+            return await renamed(self.planner.count(chat, client), rename)
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> bytes:
         """The JSON that answers /tokenize."""
-        self.check_model(request.model)
+        self.parts.served_name(request.model)
         with self.admission.admitted(1, client):
             tokens = await self._encoder.tokenize(request, client)
             answer = {"count": len(tokens), "max_model_len": self.max_model_len()}
@@ -86,7 +88,7 @@ class RouterService:
 
     async def detokenize(self, request: DetokenizeRequest, client: str) -> dict[str, Any]:
         """Answer /detokenize."""
-        self.check_model(request.model)
+        self.parts.served_name(request.model)
         with self.admission.admitted(1, client):
             return {"prompt": await self._encoder.detokenize(request.tokens, client)}
 

@@ -1,7 +1,6 @@
 """The router's spans of one request: the whole request, and the router's own parts."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Literal
 
 from kvrail.services.router.generate.generation import Generation
@@ -14,65 +13,42 @@ Operation = Literal["chat", "text_completion"]
 PARTS = {"turn": "queue", "respond": "respond"}
 
 
-class RequestTrace:
-    """One request as the router sees it."""
+def begin(
+    tracing: Tracing,
+    operation: Operation,
+    request: Request,
+    model: str,
+    headers: Mapping[str, str],
+    request_id: str,
+    timeline: Timeline,
+) -> Hop | None:
+    """Begin a request's trace; None if it is not sampled. headers: the client's."""
+    attributes: dict[str, Attribute] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "kvrail",
+        "gen_ai.request.model": model,
+        "gen_ai.request.stream": bool(request.stream),
+        "gen_ai.request.choice.count": request.n or 1,
+        "kvrail.request_id": request_id,
+    }
+    for name in ("max_tokens", "temperature", "top_p", "seed"):
+        if (value := getattr(request, name, None)) is not None:
+            attributes[f"gen_ai.request.{name}"] = value
+    return tracing.hop(f"{operation} {model}", headers, timeline, attributes)
 
-    def __init__(self, hop: Hop, timeline: Timeline) -> None:
-        self._hop = hop
-        self._timeline = timeline
 
-    @classmethod
-    def begin(
-        cls,
-        tracing: Tracing,
-        operation: Operation,
-        request: Request,
-        model: str,
-        headers: Mapping[str, str],
-        request_id: str,
-        timeline: Timeline,
-    ) -> "RequestTrace | None":
-        """None if it is not sampled; headers: the client's."""
-        attributes: dict[str, Attribute] = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "kvrail",
-            "gen_ai.request.model": model,
-            "gen_ai.request.stream": bool(request.stream),
-            "gen_ai.request.choice.count": request.n or 1,
-            "kvrail.request_id": request_id,
+def end(hop: Hop, outcome: str, generation: Generation | None, completion_tokens: int) -> None:
+    """The request has ended; generation: None if none began."""
+    hop.parts(PARTS)
+    attributes: dict[str, Attribute] = {"kvrail.outcome": outcome}
+    if generation is not None:
+        attributes |= {
+            "gen_ai.usage.input_tokens": generation.plan.prompt_tokens,
+            "gen_ai.usage.output_tokens": completion_tokens,
+            "gen_ai.response.model": generation.model,
+            "kvrail.cached_tokens": sum(summary.cached_tokens for summary in generation.summaries),
         }
-        for name in ("max_tokens", "temperature", "top_p", "seed"):
-            if (value := getattr(request, name, None)) is not None:
-                attributes[f"gen_ai.request.{name}"] = value
-        hop = tracing.hop(f"{operation} {model}", headers, timeline, attributes)
-        return cls(hop, timeline) if hop.recorded else None
-
-    @property
-    def context(self) -> Mapping[str, str]:
-        """Headers for decode workers."""
-        return self._hop.context
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Record the block as a span."""
-        begin = self._timeline.elapsed()
-        try:
-            yield
-        finally:
-            self._hop.child(name, begin, self._timeline.elapsed())
-
-    def end(self, outcome: str, generation: Generation | None, completion_tokens: int) -> None:
-        """The request has ended; generation: None if none began."""
-        self._hop.parts(PARTS)
-        attributes: dict[str, Attribute] = {"kvrail.outcome": outcome}
-        if generation is not None:
-            attributes |= {
-                "gen_ai.usage.input_tokens": generation.plan.prompt_tokens,
-                "gen_ai.usage.output_tokens": completion_tokens,
-                "gen_ai.response.model": generation.model,
-                "kvrail.cached_tokens": sum(summary.cached_tokens for summary in generation.summaries),
-            }
-        ended_well = outcome in ("stop", "length")
-        if ended_well:
-            attributes["gen_ai.response.finish_reasons"] = (outcome,)
-        self._hop.end(attributes, "" if ended_well else outcome, self._timeline.get(Moment.RESPONDED))
+    ended_well = outcome in ("stop", "length")
+    if ended_well:
+        attributes["gen_ai.response.finish_reasons"] = (outcome,)
+    hop.end(attributes, "" if ended_well else outcome, hop.timeline.get(Moment.RESPONDED))

@@ -1,8 +1,8 @@
 """What happened to workers of late, for people: lost, back, restarted, joined, left, a codec compiled."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from time import monotonic
 from typing import Any, Literal
 
 KEPT = 50
@@ -14,15 +14,14 @@ What = Literal["joined", "lost", "back", "restarted", "left", "compiling", "comp
 class Changes:
     """The last changes, the newest first. Belongs to one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._kept: deque[tuple[float, dict[str, Any]]] = deque(maxlen=KEPT)
         self._compiling: dict[tuple[str, str], frozenset[str]] = {}
 
     def add(self, what: What, role: str, worker: str, detail: str = "") -> None:
         """Remember a change now. detail: a reason, or a codec's name."""
         change = {"what": what, "role": role, "worker": worker, "detail": detail}
-        self._kept.appendleft((self._clock(), change))
+        self._kept.appendleft((monotonic(), change))
 
     def compile(self, role: str, worker: str, codecs: Iterable[str]) -> None:
         """Compare the codecs that a worker compiles with those that it compiled before."""
@@ -36,5 +35,5 @@ class Changes:
 
     def all(self) -> list[dict[str, Any]]:
         """What, role, worker and detail of each, and ago_s, seconds since it happened; the newest first."""
-        now = self._clock()
+        now = monotonic()
         return [{"ago_s": now - at, **change} for at, change in self._kept]

@@ -31,10 +31,9 @@ def page_mismatch(prefill: common_pb2.KVLayout, decode: Sequence[common_pb2.KVLa
     """Why no decode worker could take a prefill worker's pages; empty where one can, or none has answered."""
     if not decode or prefill in decode:
         return ""
-    name = next(
-        field.name for field in prefill.DESCRIPTOR.fields if any(_differ(prefill, d, field.name) for d in decode)
-    )
-    theirs = ", ".join(sorted({str(getattr(layout, name)) for layout in decode}))
+    fields = {field.name: {getattr(layout, field.name) for layout in decode} for field in prefill.DESCRIPTOR.fields}
+    name = next(name for name, values in fields.items() if values != {getattr(prefill, name)})
+    theirs = ", ".join(sorted(map(str, fields[name])))
     return (
         f"has KV pages of {name} {getattr(prefill, name)}, decode workers of {theirs}; run both with the same settings"
     )
@@ -54,10 +53,6 @@ def codec_mismatch(prefill: Mapping[str, int], decode: Sequence[Mapping[str, int
                 "run both with the same codebook file and the same version"
             )
     return ""
-
-
-def _differ(one: common_pb2.KVLayout, other: common_pb2.KVLayout, name: str) -> bool:
-    return bool(getattr(one, name) != getattr(other, name))
 
 
 def incompatibility(identity: Identity, *, model: str, fingerprint: str, protocol_version: int) -> str:

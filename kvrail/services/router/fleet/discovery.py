@@ -10,6 +10,9 @@ from kvrail.rpc.names import Name
 
 log = logging.getLogger("kvrail.router.workers")
 
+INTERVAL_S = 2.0
+"""Between two looks at a name written dns+host:port; resolvers cache their answers for longer."""
+
 
 class Discovery:
     """The workers of one role. Belongs to one event loop.
@@ -18,11 +21,8 @@ class Discovery:
     at a name.
     """
 
-    def __init__(
-        self, role: str, written: Iterable[str], interval_s: float, on_news: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, role: str, written: Iterable[str], on_news: Callable[[], object]) -> None:
         self.role = role
-        self._interval_s = interval_s
         self._on_news = on_news
         self._names: dict[str, Name] = {}
         self.fixed: list[str] = []
@@ -85,4 +85,4 @@ class Discovery:
             if name.addresses != before:
                 log.info("%s workers %s are %s", self.role, written, ", ".join(name.addresses))
             self._on_news()
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(INTERVAL_S)

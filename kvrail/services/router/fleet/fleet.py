@@ -1,6 +1,5 @@
 """The workers in the router's metrics and in its service discovery."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from kvrail.services.router.fleet.policy import WorkerState
@@ -48,17 +47,11 @@ def scrape_targets(
         return {"targets": [address], "labels": common | scheme | labels}
 
     found = [group(router, router_tls, {"service": "router", "__param_sums": "off"})]
-    for worker, address in _addresses(pool):
-        if not (vllm and worker.role == "prefill"):
+    for worker in pool.workers:
+        address = _metrics_address(worker)  # empty where it has reported no port
+        if address and not (vllm and worker.role == "prefill"):
             found.append(group(address, workers_tls, {"service": worker.role, "worker": worker.target}))
     return found
-
-
-def _addresses(pool: WorkerPool) -> Iterator[tuple[Worker, str]]:
-    """The metrics address of each worker that has reported a port."""
-    for worker in pool.workers:
-        if address := _metrics_address(worker):
-            yield worker, address
 
 
 def _metrics_address(worker: Worker) -> str:

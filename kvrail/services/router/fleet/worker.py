@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 
 from kvrail.errors import IncompatibleError, KvrailError
 from kvrail.rpc.channel import open_channel
-from kvrail.rpc.client import DecodeClient, PrefillStatusClient
+from kvrail.rpc.client import DecodeClient, PrefillStatusClient, StatusClient
 from kvrail.runtime.breaker import Breaker
 from kvrail.security.tls import Tls
 from kvrail.services.router.fleet.demand import TokenRate
@@ -22,19 +22,13 @@ STATUS_TIMEOUT_S = 3.0
 """A worker whose status takes longer counts as lost."""
 
 
-class StatusClient(Protocol):
-    """The call that workers of both roles answer."""
-
-    async def get_status(self, asked: common_pb2.StatusRequest, *, timeout_s: float) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load, and for KV events."""
-
-
 class Worker:
     """One worker: its channel, its last status, and this router's requests there.
 
     requests: our prompts there; backlog: their tokens that are still to be computed. refused: it has refused a request
     as full, and nothing has changed since. pages: the pages that it has cached. leaving: no name has its address any
-    more; it gets no new requests. answered: whether it has ever answered. wrong: its last answer cannot be.
+    more; it gets no new requests. answered: whether it has ever answered. wrong: its last answer cannot be. instance:
+    the number of the process that answered last; 0: none yet.
     """
 
     def __init__(self, role: str, target: str, channel: grpc.aio.Channel, client: StatusClient) -> None:
@@ -48,7 +42,7 @@ class Worker:
         self.answered = self.leaving = False
         self.breaker = Breaker()
         self.vocab_size, self.kv_cache = 0, ""  # in its last status
-        self._instance = 0
+        self.instance = 0
         self._last_answer = monotonic()
         self._client = client
         self.requests = self.backlog = 0
@@ -85,9 +79,9 @@ class Worker:
 
         Raises IncompatibleError for too many pages.
         """
-        known, total = answer.instance == self._instance, answer.report.prompt_tokens
+        known, total = answer.instance == self.instance, answer.report.prompt_tokens
         if not known:
-            self._instance, self.breaker = answer.instance, Breaker()
+            self.instance, self.breaker = answer.instance, Breaker()
         elif total > self._total:
             self._computed.add(total - self._total, monotonic())
         self._total = total
@@ -104,11 +98,6 @@ class Worker:
     def lost(self, reason: str, *, wrong: bool = False) -> None:
         """The worker did not answer; wrong: it did, with what cannot be."""
         self.answer, self.failure, self.wrong = None, reason, wrong
-
-    @property
-    def instance(self) -> int:
-        """The number of the process that answered last; 0: none yet."""
-        return self._instance
 
     @property
     def numerics(self) -> str:

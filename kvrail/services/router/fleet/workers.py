@@ -39,8 +39,6 @@ GIVEN_UP_S = 12.0
 """A decode worker that is silent for longer has hung: other workers continue its requests."""
 STATUS_INTERVAL_S = 0.5
 """Between two looks at each worker's load. Between two of them the policy counts what it has sent there itself."""
-DNS_INTERVAL_S = 2.0
-"""Between two looks at a name written dns+host:port; resolvers cache their answers for longer."""
 STARTUP_GRACE_S = 30.0
 """How long a router that has just started waits for workers that have never answered."""
 STARTS_WITHIN_S = 600.0
@@ -69,9 +67,9 @@ class WorkerPool:
         self.decode: dict[str, DecodeWorker] = {}
         self.prefill: dict[str, Worker] = {}
         self.leaving: dict[tuple[str, str], Worker] = {}
-        self._decode_names = Discovery("decode", settings.decode_workers, DNS_INTERVAL_S, self._gather)
-        self._prefill_names = Discovery("prefill", settings.prefill_workers, DNS_INTERVAL_S, self._gather)
-        self._both_names = Discovery("both", settings.workers, DNS_INTERVAL_S, self._gather)
+        self._decode_names = Discovery("decode", settings.decode_workers, self._gather)
+        self._prefill_names = Discovery("prefill", settings.prefill_workers, self._gather)
+        self._both_names = Discovery("both", settings.workers, self._gather)
         self._names = (self._decode_names, self._prefill_names, self._both_names)
         self.fingerprint = ""
         self.on_change: Callable[[], object] = lambda: None

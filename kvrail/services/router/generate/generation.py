@@ -1,18 +1,15 @@
 """The output of one HTTP request: the streams of its prompts, merged."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
-from kvrail.services.router.fleet.workers import WorkerPool
-from kvrail.services.router.generate.dispatch import Dispatcher
 from kvrail.services.router.generate.output import PromptOutput
 from kvrail.services.router.generate.prompt import PromptStream, Route
 from kvrail.services.router.plan.translate import Plan
-from kvrail.services.router.values import Updates
-from kvrail.telemetry.moments import Moment, Timeline
-from kvrail.telemetry.router import RouterMetrics
+from kvrail.services.router.values import Ended, Updates
+from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.spans import Span
 from kvrail.values.kv_cache import EXACT
 from kvrail.wire.v1 import decode_pb2
@@ -27,25 +24,16 @@ class Generation:
     def __init__(
         self,
         plan: Plan,
+        route: Route,
         wire_id: str,
         *,
         model: str,
         client: str,
-        dispatcher: Dispatcher,
-        pool: WorkerPool,
-        metrics: RouterMetrics,
-        timeline: Timeline,
-        timeout_s: float,
         trace_context: Mapping[str, str],
-        on_overflow: Callable[[], object],
     ) -> None:
-        """trace_context: headers of W3C Trace Context for the workers; empty without a trace.
-
-        on_overflow: called if output is dropped because more of it waits for the client than may.
-        """
+        """trace_context: headers of W3C Trace Context for the workers; empty without a trace."""
         self.model = model
-        route = Route(dispatcher, pool, metrics, timeline, timeout_s, on_overflow)
-        self._timeline = timeline
+        self._timeline = route.timeline
         self.plan = plan
         self._streams = []
         for i, (prompt, sampling, wire) in enumerate(zip(plan.prompts, plan.sampling, plan.wire, strict=True)):
@@ -62,14 +50,19 @@ class Generation:
                 cache_salt=plan.cache_salt,
                 exact=plan.kv_cache == EXACT,
             )
-            turn = dispatcher.turn(client, prompt, sampling, plan.priority, plan.cache_salt, plan.kv_cache)
+            turn = route.dispatcher.turn(client, prompt, sampling, plan.priority, plan.cache_salt, plan.kv_cache)
             self._streams.append(PromptStream(route, request, turn, PromptOutput(request, i * plan.n, plan)))
-        timeline.mark(Moment.PLANNED)
+        route.timeline.mark(Moment.PLANNED)
 
     @property
     def summaries(self) -> list[decode_pb2.GenerateSummary]:
         """The summaries of the prompts whose output has ended."""
-        return [stream.ended.summary for stream in self._streams if stream.ended is not None]
+        return [ended.summary for ended in self._ended]
+
+    @property
+    def _ended(self) -> list[Ended]:
+        """The prompts whose output has ended, by what their last workers said."""
+        return [stream.output.ended for stream in self._streams if stream.output.ended is not None]
 
     @property
     def forms(self) -> list[str]:
@@ -89,12 +82,7 @@ class Generation:
     def spans(self) -> list[Span]:
         """What workers did, in seconds since the request came; empty if no trace was asked for."""
         zero = self._timeline.get(Moment.DISPATCHED) or 0.0
-        return [
-            replace(span, begin=zero + stream.ended.offset + span.begin)
-            for stream in self._streams
-            if stream.ended is not None
-            for span in stream.ended.spans
-        ]
+        return [replace(span, begin=zero + ended.offset + span.begin) for ended in self._ended for span in ended.spans]
 
     def updates(self) -> AsyncGenerator[Updates]:
         """Output of all choices as it comes; raises the first error of any."""
@@ -131,10 +119,7 @@ class Generation:
 
     def adopt_marks(self) -> None:
         """Take over the marks of the stream that finished last: it decided how long the request took."""
-        found = []
-        for stream in self._streams:
-            if stream.ended is not None:
-                found.append([(moment, stream.ended.offset + seconds) for moment, seconds in stream.ended.marks])
+        found = [[(moment, ended.offset + seconds) for moment, seconds in ended.marks] for ended in self._ended]
         if found:
             last = max(found, key=lambda marks: max((seconds for _, seconds in marks), default=0.0))
             self._timeline.merge(last, anchor=Moment.DISPATCHED)

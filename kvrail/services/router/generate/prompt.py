@@ -16,7 +16,7 @@ from kvrail.errors import (
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher, Reservation, Turn
 from kvrail.services.router.generate.output import PromptOutput
-from kvrail.services.router.values import Ended, Update, Updates
+from kvrail.services.router.values import Update, Updates
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.values.kv_cache import EXACT, is_exact
@@ -58,7 +58,7 @@ class PromptStream:
         self._route = route
         self._request = request
         self._turn = turn
-        self._output = output
+        self.output = output
         self._losses = self._refusals = 0  # workers that were lost, or had no room after all
         self._numerics: set[str] = set()  # of all workers that had the prompt
         self._asked = turn.request.kv_cache
@@ -66,16 +66,12 @@ class PromptStream:
         self.lossy = False  # a codec took bits from the KV of one of these
 
     @property
-    def ended(self) -> Ended | None:
-        """The summary of the worker that finished the output."""
-        return self._output.ended
-
-    @property
     def invariant(self) -> bool:
         """Whether all of the output has the bits that any of its workers would have given it."""
-        if self.lossy or self.ended is None or not (len(self.forms) == 1 or self._exact):
+        ended = self.output.ended
+        if self.lossy or ended is None or not (len(self.forms) == 1 or self._exact):
             return False
-        return self._numerics == {self.ended.summary.numerics} != {""}
+        return self._numerics == {ended.summary.numerics} != {""}
 
     @property
     def _begun(self) -> bool:
@@ -96,7 +92,7 @@ class PromptStream:
         If a worker is lost, another one continues the output. If a worker has no room after all, or the prompt's place
         was lent and is taken back, it waits again, before the others of its client.
         """
-        output, route = self._output, self._route
+        output, route = self.output, self._route
         if self._request.sampling.HasField("prompt_logprobs") and len(self._request.prompt_token_ids) == 1:
             yield output.nothing_scored()
         again = False
@@ -140,7 +136,7 @@ class PromptStream:
         self._losses += 1
         pool = self._route.pool
         pool.lost(reserved.worker, str(error))
-        if not self._output.unfinished:
+        if not self.output.unfinished:
             return False
         if self._losses > MAX_MOVES or not (pool.meeting or pool.healthy_decode(self._needed)):
             raise error
@@ -148,7 +144,7 @@ class PromptStream:
 
     async def _generated(self, reserved: Reservation) -> AsyncGenerator[Updates]:
         """What the worker generates."""
-        worker, output, route = reserved.worker, self._output, self._route
+        worker, output, route = reserved.worker, self.output, self._route
         output.start(worker.vocab_size)
         self._address(reserved)
         dispatched = route.timeline.mark(Moment.DISPATCHED)

@@ -26,17 +26,13 @@ class CompletionRate:
 
     def waiting(self, anybody: bool) -> None:
         """Whether requests wait from now on."""
-        self._count(0)
+        self.ended(0)
         self._since = self._clock() if anybody else None
-
-    def ended(self, sequences: int) -> None:
-        """Count sequences that have ended."""
-        self._count(sequences)
 
     @property
     def per_second(self) -> float | None:
         """Sequences that end per second; None if too little was measured."""
-        self._count(0)
+        self.ended(0)
         return self._ended / self._seconds if self._seconds >= LEAST_S and self._ended else None
 
     def retry_after(self, sequences: int) -> float:
@@ -52,7 +48,8 @@ class CompletionRate:
         self._promised = min(self._promised, now + LONGEST_S)
         return min(max(SHORTEST_S, self._promised - now), LONGEST_S)
 
-    def _count(self, sequences: int) -> None:
+    def ended(self, sequences: int) -> None:
+        """Count sequences that have ended."""
         if self._since is None:
             return
         now = self._clock()

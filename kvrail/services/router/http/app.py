@@ -28,7 +28,6 @@ from kvrail.services.router.http.routes import (
     operator_routes,
     responses_routes,
 )
-from kvrail.services.router.messages.service import Messages
 from kvrail.services.router.page.routes import page_routes
 from kvrail.services.router.page.status import StatusPage
 from kvrail.services.router.plan.defaults import Defaults
@@ -66,7 +65,6 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults
         service = RouterService(settings, tokenizer, defaults, tls, ends)
         app.state.service = service
         app.state.responses = Responses(service)
-        app.state.messages = Messages(service)
         app.state.status_page = StatusPage(service)
         if keys is not None:
             quotas.metrics = KeyMetrics(service.registry, service.model)

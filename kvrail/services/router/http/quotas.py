@@ -7,7 +7,7 @@ such windows too, but by the wall clock, which jumps, and it does not count what
 
 import logging
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, MutableMapping
 from time import monotonic
 from typing import Any
@@ -72,8 +72,8 @@ class Window:
 class Quota:
     """What one key has used."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.requests, self.tokens = Window(clock), Window(clock)
+    def __init__(self) -> None:
+        self.requests, self.tokens = Window(), Window()
         self.running = 0
 
     def excess(self, key: Key) -> tuple[str, str, float] | None:
@@ -142,16 +142,9 @@ class KeyMetrics:
 class Quotas:
     """What each key has used, by its name: a key whose secret changes keeps its counts."""
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
-        self._by_name: dict[str, Quota] = {}
+    def __init__(self) -> None:
+        self.by_name: defaultdict[str, Quota] = defaultdict(Quota)
         self.metrics: KeyMetrics | None = None
-
-    def of(self, key: Key) -> Quota:
-        """One key's."""
-        if key.name not in self._by_name:
-            self._by_name[key.name] = Quota(self._clock)
-        return self._by_name[key.name]
 
 
 class KeyLimits:
@@ -167,7 +160,7 @@ class KeyLimits:
         if key is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        quota, metrics = self._quotas.of(key), self._quotas.metrics
+        quota, metrics = self._quotas.by_name[key.name], self._quotas.metrics
         if (excess := quota.excess(key)) is not None:
             limit, words, wait = excess
             error = RateLimitError(f"{words}; retry after {math.ceil(wait)} s", retry_after=wait)

@@ -46,7 +46,7 @@ from kvrail.services.router.http.shapes.service import (
 )
 from kvrail.services.router.messages import writer as messages
 from kvrail.services.router.messages.schema import MessagesRequest, Prompted
-from kvrail.services.router.messages.service import Messages
+from kvrail.services.router.messages.service import MessagesCall, count
 from kvrail.services.router.responses import writer as responses
 from kvrail.services.router.responses.schema import ResponsesRequest
 from kvrail.services.router.responses.service import MAX_PAGE, Responses
@@ -78,12 +78,6 @@ def _responses(request: Request) -> Responses:
     return api
 
 
-def _messages(request: Request) -> Messages:
-    api = request.app.state.messages
-    assert isinstance(api, Messages)
-    return api
-
-
 def api_routes() -> APIRouter:
     """What clients use."""
     router = APIRouter(route_class=JsonRoute)
@@ -109,7 +103,7 @@ def api_routes() -> APIRouter:
     async def model(model_id: str, request: Request) -> dict[str, Any]:
         """Describe the model."""
         service = _service(request)
-        return service.card(service.check_model(model_id))
+        return service.card(service.parts.served_name(model_id))
 
     @router.get("/tokenizer_info", responses=READING, response_model=TokenizerInfo)
     async def tokenizer_info(request: Request) -> dict[str, Any]:
@@ -187,12 +181,13 @@ def messages_routes() -> APIRouter:
     @router.post("/v1/messages", responses=MESSAGES | whole_or_stream(AnthropicMessage, named_events(messages.EVENTS)))
     async def create(body: MessagesRequest, request: Request) -> Response:
         """Answer a chat."""
-        return _messages(request).create(body, request.state)
+        service = _service(request)
+        return Answer(service.handler, MessagesCall(body, request.state, service.parts))
 
     @router.post("/v1/messages/count_tokens", responses=MESSAGES, response_model=Counted)
     async def count_tokens(body: Prompted, request: Request) -> dict[str, Any]:
         """Count the tokens of a chat."""
-        return await while_here(request.receive, _messages(request).count(body, request.state.client))
+        return await while_here(request.receive, count(_service(request), body, request.state.client))
 
     return router
 

@@ -73,9 +73,7 @@ class MessageWriter:
         events += encode_named({"type": "message_delta", "delta": shown, "usage": self._message["usage"]})
         return events + encode_named({"type": "message_stop"})
 
-    def failure(self, error: KvrailError) -> bytes:
-        """An error; nothing follows it."""
-        return failure_event(error)
+    failure = staticmethod(failure_event)
 
     def add(self, update: Delta | Scored) -> None:
         """Collect new output; this API has no log probabilities of prompts."""

@@ -19,12 +19,8 @@ _MARK = uuid.uuid4().hex
 """Stands for the text in a template; no client can have put it into an answer."""
 
 
-def encode_json(value: dict[str, Any]) -> bytes:
+def encode_json(value: Any) -> bytes:
     """Compact JSON, in ASCII."""
-    return _encoded(value)
-
-
-def _encoded(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -36,12 +32,12 @@ def encode_long(value: dict[str, Any]) -> bytes:
 def _pieces(value: Any) -> Iterator[bytes]:
     if isinstance(value, dict):
         for place, (key, each) in enumerate(value.items()):
-            yield (b"," if place else b"{") + _encoded(key) + b":"
+            yield (b"," if place else b"{") + encode_json(key) + b":"
             yield from _pieces(each)
         yield b"}" if value else b"{}"
     elif isinstance(value, list) and len(value) > PIECE:
         for begin in range(0, len(value), PIECE):
-            yield (b"," if begin else b"[") + _encoded(value[begin : begin + PIECE])[1:-1]
+            yield (b"," if begin else b"[") + encode_json(value[begin : begin + PIECE])[1:-1]
         yield b"]"
     elif isinstance(value, list):
         for place, each in enumerate(value):
@@ -49,7 +45,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
             yield from _pieces(each)
         yield b"]" if value else b"[]"
     else:
-        yield _encoded(value)
+        yield encode_json(value)
 
 
 def encode_event(value: dict[str, Any]) -> bytes:
@@ -59,7 +55,7 @@ def encode_event(value: dict[str, Any]) -> bytes:
 
 def encode_named(value: dict[str, Any]) -> bytes:
     """One event whose name is its member `type`."""
-    return b"event: " + str(value["type"]).encode() + b"\n" + encode_event(value)
+    return b"event: %b\ndata: %b\n\n" % (str(value["type"]).encode(), encode_json(value))
 
 
 class TextEvents:

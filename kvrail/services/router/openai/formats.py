@@ -1,8 +1,9 @@
 """Responses in OpenAI's shapes, whole and as chunks of a stream."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar
 
 from kvrail.services.router.openai.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
 from kvrail.services.router.openai.scored import ScoredPrompt
@@ -60,31 +61,55 @@ class Choice:
             self.stop_reason = delta.stop_reason
 
 
-class Format(Protocol):
-    """One of the two APIs whose streams are chunks of one shape."""
+_UNENDED: Json = {"finish_reason": None}
 
-    @property
-    def simple(self) -> bool:
-        """Whether chunks that bring text alone differ only in that text."""
 
+class Format(ABC):
+    """One of the two APIs whose streams are chunks of one shape.
+
+    kind: of a chunk. silent: what a choice without output has there. simple: whether chunks that bring text alone
+    differ only in that text.
+    """
+
+    kind: ClassVar[str]
+    silent: ClassVar[Json]
+
+    def __init__(self, head: Head, *, simple: bool) -> None:
+        self._head = head
+        self.simple = simple
+
+    def _chunk(
+        self, index: int, output: Json, logprobs: Json | None = None, end: Json = _UNENDED, **more: list[int]
+    ) -> Json:
+        """A chunk of one choice."""
+        choice = {"index": index, **output, "logprobs": logprobs, **end, **more}
+        return self._head.envelope(self.kind, [choice])
+
+    @abstractmethod
     def opening(self) -> list[Json]:
         """Chunks that go before the first output."""
 
+    @abstractmethod
     def chunk(self, delta: Delta) -> Json | None:
-        """The chunk for new output; None where it has nothing to show."""
+        """The chunk for new output; None where it is held back and there is nothing else to send."""
 
     def draft_chunk(self, news: Drafted | Settled) -> Json:
         """The chunk that reports drafts: one without output, and the member `kvrail`."""
+        return {**self._chunk(news.index, self.silent), "kvrail": _draft_member(news)}
 
+    @abstractmethod
     def scored_chunk(self, scored: Scored) -> Json | None:
         """The chunk with log probabilities of a prompt, where a stream shows them."""
 
     def last(self) -> Json:
         """The chunk without choices that carries the usage."""
+        return self._head.envelope(self.kind, [])
 
+    @abstractmethod
     def add(self, update: Delta | Scored) -> None:
         """Collect new output, or log probabilities of a prompt, for `whole`."""
 
+    @abstractmethod
     def whole(self) -> Json:
         """The response with all output that was added."""
 
@@ -124,8 +149,11 @@ def _draft_member(news: Drafted | Settled) -> Json:
     return member
 
 
-class ChatFormat:
+class ChatFormat(Format):
     """chat.completion and chat.completion.chunk."""
+
+    kind = "chat.completion.chunk"
+    silent: ClassVar[Json] = {"delta": {}}
 
     def __init__(
         self,
@@ -145,7 +173,7 @@ class ChatFormat:
         prompt_ids: the prompt's token ids, where those of the output are shown too. prompt: where the whole answer
         has its log probabilities, with those of the `prompt_top` most likely tokens.
         """
-        self._head = head
+        super().__init__(head, simple=reader is None and prompt_ids is None)
         self._texts = texts
         self._logprobs = logprobs
         self._prompt_ids = prompt_ids
@@ -153,16 +181,7 @@ class ChatFormat:
         self._prompt_top = prompt_top
         self._choices = [Choice() for _ in range(choices)]
         self._readers = [OutputReader(None, None) if reader is None else reader() for _ in range(choices)]
-        self._verbatim = reader is None
         self._reasoning = reasoning
-
-    @property
-    def simple(self) -> bool:
-        """Whether chunks that bring text alone differ only in that text."""
-        return self._verbatim and self._prompt_ids is None
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        return self._head.envelope("chat.completion.chunk", choices)
 
     def _find_logprobs(self, delta: Delta) -> Json | None:
         return chat_logprobs(self._texts, delta) if self._logprobs and delta.token_ids else None
@@ -170,10 +189,7 @@ class ChatFormat:
     def opening(self) -> list[Json]:
         """Each choice's role."""
         delta = {"role": "assistant", "content": ""}
-        chunks = [
-            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
-            for i in range(len(self._choices))
-        ]
+        chunks = [self._chunk(i, {"delta": delta}) for i in range(len(self._choices))]
         if self._prompt_ids is not None:
             chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
         return chunks
@@ -187,25 +203,16 @@ class ChatFormat:
         if not shown and logprobs is None and delta.finish_reason is None and not ids:
             return None
         finish = _finish(delta, called=reader.called)
-        return self._chunk([{"index": delta.index, "delta": shown, "logprobs": logprobs, **finish, **ids}])
+        return self._chunk(delta.index, {"delta": shown}, logprobs, finish, **ids)
 
     def _read(self, delta: Delta) -> Said:
         """New output, taken apart."""
         said = self._readers[delta.index].push(delta.text, last=delta.finish_reason is not None)
         return said if self._reasoning else replace(said, reasoning="")
 
-    def draft_chunk(self, news: Drafted | Settled) -> Json:
-        """An empty delta, and the member `kvrail`."""
-        choice = {"index": news.index, "delta": {}, "logprobs": None, "finish_reason": None}
-        return {**self._chunk([choice]), "kvrail": _draft_member(news)}
-
     def scored_chunk(self, scored: Scored) -> Json | None:
         """None: requests that ask for a chat's stream cannot ask for these."""
         return None
-
-    def last(self) -> Json:
-        """A chunk without choices."""
-        return self._chunk([])
 
     def add(self, update: Delta | Scored) -> None:
         """Collect new output, or log probabilities of the prompt, which all choices share."""
@@ -243,8 +250,11 @@ class ChatFormat:
         }
 
 
-class CompletionFormat:
+class CompletionFormat(Format):
     """text_completion, whole or as chunks; prefixes: text before each choice's output."""
+
+    kind = "text_completion"
+    silent: ClassVar[Json] = {"text": ""}
 
     def __init__(
         self,
@@ -263,7 +273,7 @@ class CompletionFormat:
         prompts: each choice's, where their log probabilities are asked for. echo_top, prompt_top: how many likely
         tokens `logprobs` and `prompt_logprobs` then list; None: neither is asked for.
         """
-        self._head = head
+        super().__init__(head, simple=prompt_ids is None)
         self._prefixes = prefixes
         self._choices = [Choice() for _ in prefixes]
         self._prompt_ids = prompt_ids
@@ -273,16 +283,8 @@ class CompletionFormat:
         offsets = [0 if echo_top is None else len(prefix) for prefix in prefixes]
         self._logprobs = [CompletionLogprobs(texts, offset) for offset in offsets] if logprobs else []
 
-    @property
-    def simple(self) -> bool:
-        """Whether chunks that bring text alone differ only in that text."""
-        return self._prompt_ids is None
-
     def _find_logprobs(self, delta: Delta) -> Json | None:
         return self._logprobs[delta.index].take(delta) if self._logprobs and delta.token_ids else None
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        return self._head.envelope("text_completion", choices)
 
     def opening(self) -> list[Json]:
         """Each choice's prompt, where it is to be echoed or its tokens are scored.
@@ -291,7 +293,7 @@ class CompletionFormat:
         """
         prefixes = self._prefixes if self._echo_top is None else [""] * len(self._prefixes)
         return [
-            self._chunk([{"index": i, "text": prefix, "logprobs": None, "finish_reason": None, **self._prompt(i)}])
+            self._chunk(i, {"text": prefix}, **self._prompt(i))
             for i, prefix in enumerate(prefixes)
             if prefix or self._prompt_ids is not None
         ]
@@ -306,23 +308,14 @@ class CompletionFormat:
         ids = _token_ids(delta, self._prompt_ids is not None)
         if not delta.text and logprobs is None and delta.finish_reason is None and not ids:
             return None
-        return self._chunk([{"index": delta.index, "text": delta.text, "logprobs": logprobs, **_finish(delta), **ids}])
-
-    def draft_chunk(self, news: Drafted | Settled) -> Json:
-        """An empty text, and the member `kvrail`."""
-        choice = {"index": news.index, "text": "", "logprobs": None, "finish_reason": None}
-        return {**self._chunk([choice]), "kvrail": _draft_member(news)}
+        return self._chunk(delta.index, {"text": delta.text}, logprobs, _finish(delta), **ids)
 
     def scored_chunk(self, scored: Scored) -> Json | None:
         """The next part of an echoed prompt."""
         if self._echo_top is None:
             return None
         text, logprobs = self._prompts[scored.index].echo(scored.logprobs, self._echo_top)
-        return self._chunk([{"index": scored.index, "text": text, "logprobs": logprobs, "finish_reason": None}])
-
-    def last(self) -> Json:
-        """A chunk without choices."""
-        return self._chunk([])
+        return self._chunk(scored.index, {"text": text}, logprobs)
 
     def add(self, update: Delta | Scored) -> None:
         """Collect new output, or log probabilities of a prompt."""

@@ -1,6 +1,5 @@
 """How an answer is written: what every API does with the updates of a generation."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from kvrail.errors import KvrailError
@@ -48,30 +47,17 @@ def error_event(error: KvrailError) -> bytes:
     return encode_event(to_http(error)[1])
 
 
-def chunk_writer(form: Format, request: Request, plan: Plan) -> "ChunkWriter":
-    """The writer of one of OpenAI's older APIs, with the usage that the request's stream options ask for."""
-    return ChunkWriter(
-        form,
-        include_usage=request.include_usage,
-        usage_so_far=(lambda tokens: usage_so_far(plan, tokens)) if request.continuous_usage else None,
-    )
-
-
 class ChunkWriter:
-    """OpenAI's older APIs: a stream is chunks of one shape.
-
-    include_usage: whether a last chunk brings the usage. usage_so_far: the usage after a number of tokens, where
-    each chunk is to bring it.
-    """
+    """OpenAI's older APIs: a stream is chunks of one shape, with the usage that its options ask for."""
 
     greets = False  # clients take the first chunk's time for that of the first token
 
-    def __init__(
-        self, form: Format, *, include_usage: bool = False, usage_so_far: Callable[[int], Json] | None = None
-    ) -> None:
+    def __init__(self, form: Format, request: Request, plan: Plan) -> None:
         self._form = form
-        self._include_usage = include_usage
-        self._usage_so_far = usage_so_far
+        self.add = form.add
+        self._plan = plan
+        self._include_usage = request.include_usage  # in a last chunk
+        self._continuous_usage = request.continuous_usage  # what it is so far, in each chunk
         self._tokens = 0
         self._texts = TextEvents(self._chunk)
 
@@ -86,7 +72,7 @@ class ChunkWriter:
     def _event(self, update: Update) -> bytes:
         if isinstance(update, Delta):
             self._tokens += len(update.token_ids)
-            if self._usage_so_far is None and self._form.simple and is_plain(update):
+            if not self._continuous_usage and self._form.simple and is_plain(update):
                 return self._texts.encode(update)
         chunk = self._chunk(update)
         return b"" if chunk is None else encode_event(chunk)
@@ -103,8 +89,8 @@ class ChunkWriter:
 
     def _with_usage(self, chunk: Json) -> Json:
         """Add the usage field that the stream options ask for."""
-        if self._usage_so_far is not None:
-            chunk["usage"] = self._usage_so_far(self._tokens)
+        if self._continuous_usage:
+            chunk["usage"] = usage_so_far(self._plan, self._tokens)
         elif self._include_usage:
             chunk["usage"] = None
         return chunk
@@ -113,13 +99,7 @@ class ChunkWriter:
         """The usage, if asked for, and [DONE]."""
         return (encode_event({**self._form.last(), "usage": usage}) if self._include_usage else b"") + DONE
 
-    def failure(self, error: KvrailError) -> bytes:
-        """The error object; clients know by the missing [DONE] too."""
-        return error_event(error)
-
-    def add(self, update: Delta | Scored) -> None:
-        """Collect new output, or log probabilities of a prompt."""
-        self._form.add(update)
+    failure = staticmethod(error_event)  # clients know by the missing [DONE] too
 
     def whole(self, usage: Json) -> Json:
         """The whole response."""

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvrail.errors import ContextLengthError
 from kvrail.services.router.errors import refuse
@@ -29,6 +29,7 @@ from kvrail.wire.v1 import common_pb2
 T = TypeVar("T")
 
 MANY_BIASES = 4096
+"""Beyond, a plan is made beside the event loop: a bias may be as wide as a vocabulary."""
 MAX_SENT_BIASES = 1 << 20
 """Over all prompts of a request: seven times a vocabulary of 150,000, some 16 MB on their way to workers."""
 
@@ -138,6 +139,17 @@ class Limits:
     withheld_codecs: frozenset[str]  # lossy ones that the operator has not allowed
 
 
+class _Found(NamedTuple):
+    """What chats and completions differ in; field: of the prompts. One of each prefix and of token ids for a prompt."""
+
+    field: str
+    prompts: Sequence[list[int]]
+    prefixes: Sequence[str]
+    max_tokens: int | None
+    logprobs: int | None
+    shape: Shape
+
+
 class Planner:
     """Turns validated requests into plans.
 
@@ -164,12 +176,16 @@ class Planner:
     async def plan(self, request: ChatRequest | CompletionRequest, client: str) -> Plan:
         """Plan a request of a client's; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
-        limits = self._limits(_asked(request))
+        limits = self._limits(request.kvrail.kv_cache if request.kvrail else "")
         if isinstance(request, ChatRequest):
-            return await self._chat(request, client, limits)
-        return await self._completion(request, client, limits)
+            found = await self._chat(request, client, limits)
+        else:
+            found = await self._completion(request, client, limits)
+        if len(request.logit_bias or ()) <= MANY_BIASES:
+            return self._plan(request, limits, found)
+        return await asyncio.to_thread(self._plan, request, limits, found)
 
-    async def _chat(self, request: ChatRequest, client: str, limits: Limits) -> Plan:
+    async def _chat(self, request: ChatRequest, client: str, limits: Limits) -> _Found:
         offer = offer_of(request)
         shown = () if offer is None else offer.shown
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -177,7 +193,7 @@ class Planner:
         prompts = [await self._encoder.chat(request, client, limits.context, tools=shown, keep=keep)]
         shape = await self._shaper.chat(request, client, offer, prompts[0])
         top = (request.top_logprobs or 0) if request.logprobs else None
-        return await self._planned(request, "messages", prompts, [""], limits, wanted, top, shape)
+        return _Found("messages", prompts, [""], wanted, top, shape)
 
     async def count(self, request: ChatRequest, client: str) -> int:
         """Tokens of a chat's prompt; raises InvalidRequestError naming the parameter."""
@@ -186,31 +202,14 @@ class Planner:
         shown = () if offer is None else offer.shown
         return len(await self._encoder.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=shown))
 
-    async def _completion(self, request: CompletionRequest, client: str, limits: Limits) -> Plan:
+    async def _completion(self, request: CompletionRequest, client: str, limits: Limits) -> _Found:
         shape = await self._shaper.completion(request, client)
         keep = _kept(request, limits.context, request.max_tokens)
         prompts, prefixes = await self._encoder.prompts(request, client, limits.context, keep)
-        return await self._planned(
-            request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs, shape
-        )
+        return _Found("prompt", prompts, prefixes, request.max_tokens, request.logprobs, shape)
 
-    async def _planned(self, request: Request, *others: Any) -> Plan:
-        """The plan; beside the event loop where a bias is as wide as a vocabulary."""
-        if len(request.logit_bias or ()) <= MANY_BIASES:
-            return self._plan(request, *others)
-        return await asyncio.to_thread(self._plan, request, *others)
-
-    def _plan(
-        self,
-        request: Request,
-        field: str,
-        prompts: Sequence[list[int]],
-        prefixes: Sequence[str],
-        limits: Limits,
-        max_tokens: int | None,
-        logprobs: int | None,
-        shape: Shape,
-    ) -> Plan:
+    def _plan(self, request: Request, limits: Limits, found: _Found) -> Plan:
+        field, prompts, prefixes, max_tokens, logprobs, shape = found
         if request.priority and not self._priorities:
             refuse("priority", f"is {request.priority}, but this server takes none (--priorities); leave it out")
         _check_bias(request.logit_bias or {}, limits.vocabulary)
@@ -253,11 +252,6 @@ class Planner:
         )
         _check_scores(request, plan)
         return plan
-
-
-def _asked(request: Request) -> str:
-    """What the KV pages are to be, as the request has it."""
-    return request.kvrail.kv_cache if request.kvrail else ""
 
 
 def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:

@@ -1,17 +1,17 @@
 """The service behind /v1/responses and the paths below it."""
 
 import time
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import State
 
-from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.errors import InvalidRequestError
 from kvrail.services.router.answer.answer import Answer
 from kvrail.services.router.answer.calls import ApiCall, Parts
 from kvrail.services.router.answer.service import RouterService
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.openai.logprobs import TokenTexts
-from kvrail.services.router.openai.renaming import renamed
 from kvrail.services.router.plan.defaults import Defaults
 from kvrail.services.router.plan.translate import Plan
 from kvrail.services.router.responses.schema import InputItem, ResponsesRequest
@@ -45,19 +45,12 @@ class ResponsesCall(ApiCall):
         """A response, which is kept unless the client asked not to."""
         response = _described(self._asked, self.parts.planner.defaults, self._response_id, self.name)
         if self._asked.store is not False:
-            self._store.begin(self._owner, self._items, response, self._cancel)
+            cancel = partial(self.cancellation.cancel, InvalidRequestError("the response was cancelled"))
+            self._store.begin(self._owner, self._items, response, cancel)
         texts = TokenTexts(self.parts.tokenizer) if self.request.logprobs else None
-        return ResponseWriter(response, plan.new_reader(), texts, self._keep)
+        return ResponseWriter(response, plan.new_reader(), texts, partial(self._store.update, self._owner))
 
-    def _keep(self, response: Json) -> None:
-        self._store.update(self._owner, response)
-
-    def _cancel(self) -> None:
-        self.cancellation.cancel(InvalidRequestError("the response was cancelled"))
-
-    def failure(self, error: KvrailError) -> bytes:
-        """An error event."""
-        return failure_event(error)
+    failure = staticmethod(failure_event)
 
     def left(self) -> None:
         """Keep the response as cancelled."""
@@ -80,10 +73,9 @@ class Responses:
 
     async def count(self, request: ResponsesRequest, state: State) -> Json:
         """Answer /v1/responses/input_tokens."""
-        self._service.check_model(request.model)
+        self._service.parts.served_name(request.model)
         chat, rename = chat_request(*self._read(request, state.api_key))
-        with self._service.admission.admitted(1, state.client):
-            counted = await renamed(self._service.planner.count(chat, state.client), rename)
+        counted = await self._service.count(state.client, chat, rename)
         return {"object": "response.input_tokens", "input_tokens": counted}
 
     def _read(self, request: ResponsesRequest, owner: Owner) -> tuple[ResponsesRequest, list[InputItem]]:

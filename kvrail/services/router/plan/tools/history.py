@@ -18,23 +18,13 @@ PREAMBLE = (
 """Qwen's words."""
 
 
-def knows_tools(template: str) -> bool:
-    """Whether a chat template shows tools by itself."""
-    return "tools" in template
-
-
-def knows_calls(template: str) -> bool:
-    """Whether a chat template shows calls that were made."""
-    return "tool_calls" in template
-
-
 def shown_by(
     template: str, messages: Sequence[Message], tools: Sequence[Message]
 ) -> tuple[Sequence[Message], Sequence[Message] | None]:
     """Messages and tools as a chat template can show them."""
-    if not knows_calls(template):
+    if "tool_calls" not in template:  # it shows no calls that were made
         messages = [_plain(message) for message in messages]
-    if tools and not knows_tools(template):
+    if tools and "tools" not in template:
         return with_tools(messages, tools), None
     return messages, tools or None
 
