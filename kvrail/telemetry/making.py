@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvrail.telemetry import buckets
-from kvrail.telemetry.series import Counter, Family, Gauge, Histogram, gauges
+from kvrail.telemetry.series import Counter, Family, Gauge, Histogram, counters, gauges, histograms
 
 
 class Make:
@@ -53,8 +52,7 @@ class Make:
 
     def counter_family(self, name: str, documentation: str, *labels: str) -> Family[Counter]:
         """Counters with these additional labels, whose values are added as they occur."""
-        labels = ("model_name", *labels)
-        return Family(name, documentation, labels, self._registry, kind="counter", new=Counter)
+        return counters(name, documentation, ["model_name", *labels], self._registry)
 
     def gauge_family(self, name: str, documentation: str, *labels: str) -> Family[Gauge]:
         """Gauges with these additional labels."""
@@ -64,9 +62,7 @@ class Make:
         self, name: str, documentation: str, bounds: Sequence[float], *labels: str
     ) -> Family[Histogram]:
         """Histograms with these additional labels. bounds: of their buckets."""
-        labels = ("model_name", *labels)
-        new = partial(Histogram, bounds)
-        return Family(name, documentation, labels, self._registry, kind="histogram", new=new, bounds=bounds)
+        return histograms(name, documentation, ["model_name", *labels], self._registry, bounds)
 
 
 def show_process(registry: CollectorRegistry, version: str, protocol: int) -> None:

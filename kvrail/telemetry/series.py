@@ -176,9 +176,23 @@ def as_metric(
     return metric
 
 
+def counters(name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry) -> Family[Counter]:
+    """A family of counters."""
+    return Family(name, documentation, labels, registry, kind="counter", new=Counter)
+
+
 def gauges(name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry) -> Family[Gauge]:
     """A family of gauges."""
     return Family(name, documentation, labels, registry, kind="gauge", new=Gauge)
+
+
+def histograms(
+    name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry, buckets: Sequence[float]
+) -> Family[Histogram]:
+    """A family of histograms. buckets: upper bounds, rising; one without a bound is added."""
+    return Family(
+        name, documentation, labels, registry, kind="histogram", new=lambda: Histogram(buckets), bounds=buckets
+    )
 
 
 class Registry(CollectorRegistry):
