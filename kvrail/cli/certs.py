@@ -2,7 +2,6 @@
 
 import argparse
 import ipaddress
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvrail.cli.flags import Commands, add_command
 from kvrail.errors import ConfigError
+from kvrail.security.files import write_whole
 from kvrail.security.tls import ROLES, Role, parts_of, role_host, role_uri
 
 if TYPE_CHECKING:
@@ -249,16 +249,6 @@ def host_name(host: str) -> "GeneralName":
     if not re.fullmatch(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", host):
         raise ConfigError(f"--hosts: {host!r} is no host; write names and addresses without a port")
     return x509.DNSName(host)
-
-
-def write_whole(path: Path, content: bytes, mode: int) -> None:
-    """Put a file in place as a whole, at no moment readable by more than `mode` says."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    scratch.replace(path)
 
 
 def _tell(path: Path, certificate: "Certificate") -> None:

@@ -9,9 +9,9 @@ from datetime import date, datetime
 from itertools import pairwise
 from pathlib import Path
 
-from kvrail.cli.certs import write_whole
 from kvrail.cli.flags import Commands, add_command
 from kvrail.errors import ConfigError
+from kvrail.security.files import write_whole
 from kvrail.security.keyfile import NAME, Key, hash_of, new_secret, parse
 
 SUMMARY = "add an API key to the router's file of keys, list the keys, or revoke one"

@@ -2,15 +2,13 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
-from typing import ClassVar
 
 from starlette.datastructures import State
 
 from kvrail.config.settings import RouterSettings
-from kvrail.errors import ModelNotFoundError
+from kvrail.errors import KvrailError, ModelNotFoundError
 from kvrail.services.router.answer.leaving import Cancellation
 from kvrail.services.router.answer.trace import Operation
 from kvrail.services.router.fleet.workers import WorkerPool
@@ -110,8 +108,9 @@ class ApiCall(ABC):
             all_listed=request.logprob_token_ids is not None,
         )
 
-    failure: ClassVar[Callable[..., bytes]] = staticmethod(error_event)
-    """The last event of a stream that fails, with this KvrailError, before it has a writer."""
+    def failure(self, error: KvrailError) -> bytes:
+        """The last event of a stream that fails before it has a writer."""
+        return error_event(error)
 
     def left(self) -> None:  # noqa: B027 - most APIs keep nothing
         """The client has left before the end."""

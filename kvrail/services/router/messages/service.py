@@ -4,6 +4,7 @@ from typing import Any
 
 from starlette.datastructures import State
 
+from kvrail.errors import KvrailError
 from kvrail.services.router.answer.calls import ApiCall, Parts
 from kvrail.services.router.answer.service import RouterService
 from kvrail.services.router.messages.schema import MessagesRequest, Prompted
@@ -26,7 +27,9 @@ class MessagesCall(ApiCall):
         """A message."""
         return MessageWriter(f"msg_{self.wire_id}", self.name, plan.prompt_tokens, plan.new_reader())
 
-    failure = staticmethod(failure_event)
+    def failure(self, error: KvrailError) -> bytes:
+        """An error event."""
+        return failure_event(error)
 
 
 async def count(service: RouterService, request: Prompted, client: str) -> dict[str, Any]:

@@ -73,7 +73,9 @@ class MessageWriter:
         events += encode_named({"type": "message_delta", "delta": shown, "usage": self._message["usage"]})
         return events + encode_named({"type": "message_stop"})
 
-    failure = staticmethod(failure_event)
+    def failure(self, error: KvrailError) -> bytes:
+        """An error; nothing follows it."""
+        return failure_event(error)
 
     def add(self, update: Delta | Scored) -> None:
         """Collect new output; this API has no log probabilities of prompts."""

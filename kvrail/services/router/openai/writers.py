@@ -99,7 +99,9 @@ class ChunkWriter:
         """The usage, if asked for, and [DONE]."""
         return (encode_event({**self._form.last(), "usage": usage}) if self._include_usage else b"") + DONE
 
-    failure = staticmethod(error_event)  # clients know by the missing [DONE] too
+    def failure(self, error: KvrailError) -> bytes:
+        """The error object; clients know by the missing [DONE] too."""
+        return error_event(error)
 
     def whole(self, usage: Json) -> Json:
         """The whole response."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.datastructures import State
 
-from kvrail.errors import InvalidRequestError
+from kvrail.errors import InvalidRequestError, KvrailError
 from kvrail.services.router.answer.answer import Answer
 from kvrail.services.router.answer.calls import ApiCall, Parts
 from kvrail.services.router.answer.service import RouterService
@@ -50,7 +50,9 @@ class ResponsesCall(ApiCall):
         texts = TokenTexts(self.parts.tokenizer) if self.request.logprobs else None
         return ResponseWriter(response, plan.new_reader(), texts, partial(self._store.update, self._owner))
 
-    failure = staticmethod(failure_event)
+    def failure(self, error: KvrailError) -> bytes:
+        """An error event."""
+        return failure_event(error)
 
     def left(self) -> None:
         """Keep the response as cancelled."""
