@@ -133,7 +133,7 @@ class Simulation:
         decode = [worker.candidate(computes=False) for worker in self._decode.values()]
         prefill = [worker.candidate(computes=True) for worker in self._prefill.values()]
         first, _ = next(iter(self._waiting.values()))
-        workers = Snapshot(decode, prefill, self._slo, self._split, self._clock.now - first.arrival)
+        workers = Snapshot(decode, prefill, self._slo, self._split, {"": self._clock.now - first.arrival})
         passed: list[Ticket] = []
         for ticket in self._queue.turns(sum(max(0, each.load.max_running - each.load.sequences) for each in decode)):
             job, request = self._waiting[ticket]

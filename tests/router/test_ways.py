@@ -192,13 +192,14 @@ def test_one_more_worker_computes_prompts_early_where_gaps_hardly_get_longer():
 
 
 def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
-    def split(waited_s, backlog):
+    def split(waited_s, backlog, kind=""):
         """Of two workers, of which the first one has computed the prompts; the second one has nothing to do."""
         first = worker("a", tokens_per_s=37_000, backlog=backlog)
-        return Snapshot(*[[first, worker("b", sequences=30)]] * 2, Slo(), 1, waited_s).kind("").split
+        return Snapshot(*[[first, worker("b", sequences=30)]] * 2, Slo(), 1, {kind: waited_s}).kind("").split
 
     assert split(0.0, 0) == split(0.0, 8_000) == split(0.2, 0) == 1
     assert split(0.0, 12_000) is split(0.3, 0) is split(0.2, 8_000) is None
+    assert split(9.0, 0, kind="int4") == 1  # they wait for other workers
 
 
 def test_a_limit_of_gaps_comes_before_the_mean_gap():

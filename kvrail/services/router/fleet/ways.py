@@ -159,8 +159,8 @@ class _Kind:
 class Snapshot:
     """The workers of one moment, and what the choices for all prompts share.
 
-    decode, prefill: a worker of both roles is in both. split: that of the last choice. waited_s: how long the first
-    prompt has waited for its turn.
+    decode, prefill: a worker of both roles is in both. split: that of the last choice. waited: seconds that the
+    first prompt has waited for its turn, of those that ask for one form of pages.
     """
 
     def __init__(
@@ -169,9 +169,10 @@ class Snapshot:
         prefill: Sequence[Candidate],
         slo: Slo,
         split: int | None = None,
-        waited_s: float = 0.0,
+        waited: Mapping[str, float] | None = None,
     ) -> None:
-        self.decode, self.prefill, self.slo, self._split, self._waited_s = decode, prefill, slo, split, waited_s
+        self.decode, self.prefill, self.slo, self._split = decode, prefill, slo, split
+        self._waited = waited or {}
         self._kinds: dict[str, _Kind] = {}
 
     def kind(self, kv_cache: str) -> _Kind:
@@ -180,7 +181,7 @@ class Snapshot:
             suiting, ready = suitable(kv_cache, self.decode), able(self.prefill)
             deciding = able(suiting)
             both = {each.target for each in (*able(self.decode), *deciding)} & {each.target for each in ready}
-            busy, split = self._busy(deciding, ready, both) if both and deciding else ({}, None)
+            busy, split = self._busy(kv_cache, deciding, ready, both) if both and deciding else ({}, None)
             computing = self._rated(ready, both, busy) if both else []
             rated = computing if deciding == ready or not both else self._rated(deciding, both, busy)
             self._kinds[kv_cache] = _Kind(suiting, both, rated, computing, split)
@@ -196,7 +197,7 @@ class Snapshot:
         ]
 
     def _busy(
-        self, deciding: Sequence[Candidate], ready: Sequence[Candidate], both: AbstractSet[str]
+        self, kv_cache: str, deciding: Sequence[Candidate], ready: Sequence[Candidate], both: AbstractSet[str]
     ) -> tuple[dict[str, float | None], int | None]:
         """Part of their time that prompts are to have, of workers of both roles; None: they are to compute none."""
         names = [each.target for each in ready if each.target in both]
@@ -212,7 +213,7 @@ class Snapshot:
             sequences=sum(each.load.sequences for each in deciding),
             step_s=fmean(known([each.load.step_s for each in deciding], USUAL_STEP_S)),
             sequence_s=fmean(known([each.load.sequence_s for each in deciding], USUAL_SEQUENCE_S)),
-            wait_s=self._waited_s + min(waits, default=0.0),
+            wait_s=self._waited.get(kv_cache, 0.0) + min(waits, default=0.0),
         )
         split = best_split(fleet, self._split, self.slo.ttft_s, self.slo.gap_s)
         computing = len(names) if split is None else split

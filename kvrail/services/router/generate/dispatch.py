@@ -230,8 +230,7 @@ class Dispatcher:
         """Whether a prompt left the queue."""
         passed: list[Ticket] = []
         decode, prefill = self._pool.candidates()
-        first = next(iter(self._turns.values()))
-        workers = Snapshot(decode, prefill, self._slo, self._split, self._clock() - first.since)
+        workers = Snapshot(decode, prefill, self._slo, self._split, self._waited())
         suiting = {kind: able(suitable(kind, decode)) for kind in self.queue.kinds}
         room = {kind: any(each.load.has_room() for each in those) for kind, those in suiting.items()}
         free = sum(max(0, each.load.max_running - each.load.sequences) for each in able(decode))
@@ -254,6 +253,15 @@ class Dispatcher:
                 return True
             passed.append(ticket)
         return False
+
+    def _waited(self) -> dict[str, float]:
+        """Seconds that the first prompt of each kind has waited."""
+        now, kinds, waited = self._clock(), self.queue.kinds, dict[str, float]()
+        for ticket, turn in self._turns.items():
+            waited.setdefault(ticket.kind, now - turn.since)
+            if len(waited) == len(kinds):
+                break
+        return waited
 
     def _take_back(self, ticket: Ticket, targets: set[str]) -> bool:
         """Make room on one of these workers for a prompt whose client is within its share and has none on its way."""
