@@ -45,8 +45,13 @@ def bfloat16_constant(self: InterpreterBuilder, value: float) -> TensorHandle:
     return self.create_fp_trunc(self.get_fp32(float(f"{value:f}")), tl.bfloat16)
 
 
+def all_ones(self: InterpreterBuilder, type: tl.dtype) -> TensorHandle:
+    """Up to Triton 3.7 the interpreter asks NumPy for an unsigned -1, which NumPy refuses from 2.0 on."""
+    return TensorHandle(np.full(1, -1, dtype=np.int64).astype(interpreter._get_np_dtype(type)), type.scalar)
+
+
 InterpretedFunction.__call__, InterpreterBuilder.create_dot = call_from_kernel, multiply_values
-InterpreterBuilder.get_bf16 = bfloat16_constant
+InterpreterBuilder.get_bf16, InterpreterBuilder.get_all_ones_value = bfloat16_constant, all_ones
 # Of each sum and product of integers it would find out whether it overflows, and tell nobody: half of the time.
 interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
 

@@ -47,9 +47,9 @@ def test_its_environment_files_and_signals_are_its_own(tmp_path):
 def test_the_child_of_a_fork_ignores_what_an_interpreter_ignores(tmp_path):
     """subprocess gives a child's signals back to the system, and an interpreter takes some of them again."""
     environment, forked = {**os.environ, "OWN": "1"}, tmp_path / "forked"
-    assert Forked(["child"], forked, "tests.own", environment).wait(60) == 0
+    assert Forked(["child"], forked, "tests.own", environment).wait(300) == 0
     command = [sys.executable, "-m", "tests.own", "child"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
     wanted, found = (re.findall(r"SigIgn:\s+(\w+)", text) for text in (done.stdout, forked.read_text()))
     assert found == wanted and int(*found, 16) & 1 << signal.SIGPIPE - 1
 

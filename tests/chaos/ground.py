@@ -44,7 +44,11 @@ class Ground:
 
 @contextmanager
 def laid(workers: int) -> Iterator[Ground]:
-    """Namespaces for so many workers. Raises CalledProcessError where that is not permitted."""
+    """Namespaces for so many workers. Raises CalledProcessError where that is not permitted.
+
+    Raises FileNotFoundError where iproute2 is not installed, or not in PATH.
+    """
+    _run("tc", "-V")
     ground = Ground(f"kvrail-hub-{os.getpid()}", tuple(f"kvrail-w{i}-{os.getpid()}" for i in range(workers)))
     try:
         _run("ip", "netns", "add", ground.hub)
