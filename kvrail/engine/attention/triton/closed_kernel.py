@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_scores, weights_of
 from kvrail.engine.kv.fixed.open_kernel import SHRUNK, open_tile
-from kvrail.engine.kv.kvcomp.open_kernel import CODED, open_coded
+from kvrail.engine.kv.kvcomp.open_kernel import CODED, fetch_ahead, open_coded
 from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
 
 
@@ -141,6 +141,9 @@ def add_closed_blocks(
     """The decode kernel's loop over a share's closed blocks, `begin` to `opened`."""
     for block in range(begin, opened, BLOCK):
         pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
+        if CODE_BITS == CODED:
+            after = tl.minimum(block + BLOCK, opened - BLOCK)
+            fetch_ahead(pair_of(closed_pages, table, after, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES), ASSEMBLED)
         scores = closed_scores_of(
             q, pair, spare, unit_bytes, block, position, kv_len, scale, softcap,
             KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,

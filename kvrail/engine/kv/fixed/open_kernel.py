@@ -67,6 +67,19 @@ def values_of_bytes(codes, both, ROWS: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 
 @triton.jit
+def load_steps(words, ROWS: tl.constexpr):
+    """128 words: the steps of 128 rows, or of 64 with 64 words before or behind them.
+
+    Four lanes need a quarter of a tile's steps each, and read them from shared memory, four words at a time. What they
+    read together lies side by side there, so that no two of them need the same bank.
+    """
+    place = tl.arange(0, 128)
+    word = place // ROWS * ROWS + place % 16 // 4 * (ROWS // 4) + place % ROWS // 16 * 4 + place % 4
+    found = tl.reshape(tl.load(words + word), [128 // ROWS, ROWS // 16, 4, 4])
+    return tl.reshape(tl.permute(found, (0, 2, 1, 3)), [128])
+
+
+@triton.jit
 def open_tile(tile, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ASSEMBLED: tl.constexpr):
     """A tile / SHRUNK as an operand: bfloat16 [ROWS, COLUMNS], each 64 or 128. tile: where it begins."""
     words = tile.to(tl.pointer_type(tl.uint32))
@@ -74,7 +87,7 @@ def open_tile(tile, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexp
     codes = tl.load(words + tl.arange(0, count))
     # 128 words, with codes before them that nothing needs where steps are 64. Of fewer than it has threads, a program
     # would load all words in each thread that needs some, four bytes at a time.
-    steps_of = tl.load(words + count + ROWS - 128 + tl.arange(0, 128))
+    steps_of = load_steps(words + count + ROWS - 128, ROWS)
     both = steps_of if ROWS == 128 else tl.split(tl.permute(tl.reshape(steps_of, [2, 64]), (1, 0)))[1]
     if BITS == 4:
         repeats: tl.constexpr = 128 // ROWS

@@ -7,7 +7,7 @@ that `kvrail.engine.kv.fixed.open_kernel` makes values of. So nothing moves betw
 import triton
 import triton.language as tl
 
-from kvrail.engine.kv.fixed.open_kernel import SHRUNK, values_of_bytes
+from kvrail.engine.kv.fixed.open_kernel import SHRUNK, load_steps, values_of_bytes
 from kvrail.engine.kv.kvcomp import form
 
 CODED = tl.constexpr(form.CODED)
@@ -49,12 +49,57 @@ def _four(words, bit, table, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _sixteen(words, bit, table, ASSEMBLED: tl.constexpr):
-    """The next four words of each stream: [4, 32, 4]."""
+    """The next sixteen symbols of each stream, as four words, and where what follows begins."""
     first, bit = _four(words, bit, table, ASSEMBLED)
     second, bit = _four(words, bit, table, ASSEMBLED)
     third, bit = _four(words, bit, table, ASSEMBLED)
     fourth, bit = _four(words, bit, table, ASSEMBLED)
-    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [4, 32, 4]), bit
+    return first, second, third, fourth, bit
+
+
+@triton.jit
+def _either(take, a, b, c, d, e, f, g, h):
+    """The first four, or the others."""
+    return tl.where(take, a, e), tl.where(take, b, f), tl.where(take, c, g), tl.where(take, d, h)
+
+
+@triton.jit
+def _joined(a, b, c, d):
+    """Side by side in two new dimensions."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _codes_of(words, bit, table, WORDS: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """The words of each stream in fours: [fours, stream, four]. WORDS: of a stream, 8 or 16.
+
+    They are read in two turns of a loop, since Triton's compiler takes cubically long for a line of loads. What the
+    loop carries has one dimension, so that a thread has the stream of its number, whose symbols it multiplies.
+    """
+    a = tl.zeros([128], tl.uint32)
+    b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = a, a, a, a, a, a, a, a, a, a, a, a, a, a, a  # noqa: E741
+    for half in range(2):
+        i, j, k, l, bit = _sixteen(words, bit, table, ASSEMBLED)  # noqa: E741
+        a, b, c, d = _either(half == 0, i, j, k, l, a, b, c, d)
+        if WORDS == 16:
+            m, n, o, p, bit = _sixteen(words, bit, table, ASSEMBLED)
+            e, f, g, h = _either(half == 0, m, n, o, p, e, f, g, h)
+    if WORDS == 16:
+        codes = _joined(_joined(a, b, c, d), _joined(e, f, g, h), _joined(i, j, k, l), _joined(m, n, o, p))
+        codes = tl.permute(codes, (3, 4, 0, 1, 2))
+    else:
+        codes = tl.permute(tl.join(_joined(a, b, c, d), _joined(i, j, k, l)), (3, 0, 1, 2))
+    return codes
+
+
+@triton.jit
+def fetch_ahead(pair, ASSEMBLED: tl.constexpr):
+    """Have a pair of tiles be on its way to the cache that all programs share: no loop over blocks loads it early."""
+    if ASSEMBLED:
+        line = (pair + 64 * tl.arange(0, 128)).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=tl.uint32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -65,29 +110,17 @@ def open_coded(part, tables, KEYS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
     """
     words = part.to(tl.pointer_type(tl.uint32))
     # 128 words, with some behind them that nothing needs where steps are 64: see `fixed.open_kernel.open_tile`.
-    steps_of = tl.load(words + tl.arange(0, 128))
+    steps_of = load_steps(words, ROWS)
     both = steps_of if ROWS == 128 else tl.split(tl.permute(tl.reshape(steps_of, [2, 64]), (1, 0)))[0]
-    warp, lane = tl.arange(0, 4)[:, None], tl.arange(0, 32)[None, :]
+    stream = tl.arange(0, 128)
     lanes = part + 4 * ROWS
-    longer = tl.load(lanes + warp * 16 + lane // 2).to(tl.int32) >> 4 * (lane % 2) & 15
+    longer = tl.load(lanes + stream // 2).to(tl.int32) >> 4 * (stream % 2) & 15
     head = (lanes + LANES_BYTES).to(tl.pointer_type(tl.uint16))
     units = longer + tl.load(head).to(tl.int32)
-    starts = tl.load(head + 2 + warp).to(tl.int32)
-    bit = UNIT * (starts + tl.cumsum(units, 1) - units)
+    before = tl.reshape(tl.cumsum(tl.reshape(units, [4, 32]), 1), [128]) - units
+    bit = UNIT * (tl.load(head + 2 + stream // 32).to(tl.int32) + before)
     table = tables.to(tl.pointer_type(tl.uint16)) + _TABLE * (tl.load(head + 1).to(tl.int32) + (0 if KEYS else 2))
-    first = tl.zeros([4, 32, 4], tl.uint32)
-    second, third, fourth = first, first, first
-    if ROWS * COLUMNS == 64 * 128:
-        for half in range(2):  # a loop: Triton's compiler takes cubically long for a line of loads
-            third, bit = _sixteen(words, bit, table, ASSEMBLED)
-            fourth, bit = _sixteen(words, bit, table, ASSEMBLED)
-            first, second = tl.where(half == 0, third, first), tl.where(half == 0, fourth, second)
-        codes = tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), (3, 4, 0, 1, 2))
-    else:
-        for half in range(2):
-            second, bit = _sixteen(words, bit, table, ASSEMBLED)
-            first = tl.where(half == 0, second, first)
-        codes = tl.permute(tl.join(first, second), (3, 0, 1, 2))
+    codes = _codes_of(words, bit, table, ROWS * COLUMNS // 512, ASSEMBLED)
     codes = tl.reshape(codes, [COLUMNS // 32, ROWS // 64, 4, 8, 4, 4])
     return tl.reshape(values_of_bytes(codes, both, ROWS, ASSEMBLED), [ROWS, COLUMNS])
 
