@@ -50,8 +50,19 @@ def all_ones(self: InterpreterBuilder, type: tl.dtype) -> TensorHandle:
     return TensorHandle(np.full(1, -1, dtype=np.int64).astype(interpreter._get_np_dtype(type)), type.scalar)
 
 
+def smaller(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+    """Up to Triton 3.7 the interpreter's minimum of a number and NaN is NaN; on a GPU it is the number."""
+    return self.binary_op(lhs, rhs, np.fmin)
+
+
+def larger(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+    """As `smaller`."""
+    return self.binary_op(lhs, rhs, np.fmax)
+
+
 InterpretedFunction.__call__, InterpreterBuilder.create_dot = call_from_kernel, multiply_values
 InterpreterBuilder.get_bf16, InterpreterBuilder.get_all_ones_value = bfloat16_constant, all_ones
+InterpreterBuilder.create_minnumf, InterpreterBuilder.create_maxnumf = smaller, larger
 # Of each sum and product of integers it would find out whether it overflows, and tell nobody: half of the time.
 interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
 
