@@ -187,7 +187,7 @@ class RouterSettings(ServiceSettings):
         "prefix-aware", description="how workers are chosen (docs/scheduling.md)"
     )
     prefill_wait_s: float = Field(
-        0.5,
+        0.2,
         ge=0,
         description="longest wait for a prefill worker, in seconds, until an idle decode worker helps; 0: no limit",
     )

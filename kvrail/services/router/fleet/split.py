@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 MIXED = 0.7
 """Part of a prompt's time that sequences beside it wait for: a step reads the weights once for both."""
-SPARE, STAYS_SPARE = 0.16, 0.02
+SPARE, STAYS_SPARE = 0.16, -0.1
 """Part of their time that workers for prompts have to spare for prompts to be split off, so that these wait little
-however they come, and to stay so while they wait little."""
+however they come, and to stay so while they wait little. Less than none: the others help with what waits too long."""
 MOST_SPARE = 0.3
 """Time to spare of k workers, at most this times sqrt(k) of one: many level out what comes at random."""
 WAIT = 0.5
