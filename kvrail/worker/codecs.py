@@ -24,8 +24,9 @@ USUAL_CODEC = "splitzip-channel"
 WITHOUT_CODE = "raw"
 AUTO = "auto"
 """In place of a codec's name: the decode worker chooses (kvrail/services/decode/choice.py)."""
-MEASURED_BYTES = 1 << 20
-"""KV on which a codec's cost is measured."""
+MEASURED_BYTES, MEASURED_BYTES_CUDA = 1 << 20, 16 << 20
+"""KV on which a codec's cost is measured. On a GPU that is a frame of a fast link (transfer/sizes.py): launches and
+copies take a millisecond of each frame, so that 1 MiB made every codec seem too slow for links beyond 1.5 GB/s."""
 
 
 class CodecChoiceError(Exception):
@@ -219,9 +220,10 @@ class Codecs:
 
 
 def _measured_spec(loaded: LoadedModel) -> BlockSpec:
-    """Pages of one layer, MEASURED_BYTES in all about; what kernels are compiled for does not depend on how many."""
+    """Pages of one layer, about as many bytes as are measured; what kernels are compiled for does not depend on it."""
     layout = loaded.layout
-    count = max(1, MEASURED_BYTES * layout.num_layers // layout.page_bytes)
+    wanted = MEASURED_BYTES_CUDA if loaded.device.type == "cuda" else MEASURED_BYTES
+    count = max(1, wanted * layout.num_layers // layout.page_bytes)
     shape = (1, count, layout.page_size, layout.num_kv_heads, layout.key_dim, layout.value_dim)
     return BlockSpec(layout.dtype, *shape, layout.scaled)
 

@@ -8,7 +8,6 @@ import pytest
 from kvrail.engine.batch.batch import NOT_DRAWN, SampleRow, SequenceSlice
 from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
 from kvrail.engine.request.requests import EngineRequest
-from kvrail.engine.schedule import chunks
 from kvrail.engine.schedule.chunks import BUSY_DECODES, StepBudget
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.values.sampling import FinishReason, SamplingParams
@@ -227,19 +226,6 @@ def test_chunks_are_smaller_beside_decodes():
     assert bench.machine.steps[2:] == [[1, 9], [1, 9], [1, 2, 7]]
     bench.run()
     assert bench.tokens("long 3") == expected([5] * 20, 30)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "steps"),
-    [(20, [[20], [20]]), (60, [[40], [20], [40], [20]]), (8, [[8, 8]]), (15, [[15, 5], [10]])],
-)
-def test_a_full_step_that_ends_a_prompt_does_no_more(monkeypatch, prompt, steps):
-    monkeypatch.setattr(chunks, "FULL_TOKENS", 20)
-    bench = Bench(num_pages=200, max_batch_tokens=40)
-    for number in range(2):
-        bench.submit(str(number), [number + 1] * prompt, max_tokens=1)
-    bench.run()
-    assert bench.machine.steps == steps
 
 
 def test_chunks_advance_beside_any_number_of_decodes():

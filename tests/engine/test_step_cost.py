@@ -19,13 +19,16 @@ def test_a_line_through_steps():
     for size in (1, 4, 16, 8, 2) * 40:
         fit.note(size, 0.1 + 0.02 * size)
     assert abs(fit.line().base - 0.1) < 1e-4 and abs(fit.line().each - 0.02) < 1e-5
+    for _ in range(2000):
+        fit.note(16, 0.1 + 0.02 * 16)  # a steady load
+    assert fit.line().base == pytest.approx(0.1, rel=0.05) and fit.line().each == pytest.approx(0.02, rel=0.05)
     cost = StepCostModel()
     cost.note(0, 4, 0.02)
     cost.note(100, 4, 0.5)
     assert (cost.decode.each, cost.prefill.each, cost.full_prefill) == (0.005, 0.005, 0.0)
     cost.note(300, 4, 0.5)
     cost.note(500, 4, 1.1)
-    assert abs(cost.full_prefill - 0.002) < 1e-9
+    assert abs(cost.full_prefill - (1.6 - 2 * 0.02) / 800) < 1e-9  # four sequences decoded beside
 
 
 def measured(chunk_s: float, steps: int = 200) -> StepCostModel:
@@ -45,6 +48,15 @@ def test_tokens_of_a_prompt_beside_decoding_are_measured():
     unknown.note(500, 0, 0.01)
     unknown.note(500, 10, 0.02)
     assert unknown.tokens_within(0.001, 100) == math.inf  # no step has decoded alone
+
+
+def test_the_cost_of_a_prompt_is_that_of_a_prompt_alone():
+    """Whether it is computed by itself or beside sequences: the router compares workers that do one or the other."""
+    alone, beside = StepCostModel(), measured(2e-5)
+    for tokens in (256, 1024):
+        alone.note(tokens, 0, 4e-3 + 2e-5 * tokens)
+    assert beside.full_prefill == pytest.approx(2e-5 + 4e-3 / 256, rel=0.1)
+    assert alone.full_prefill == pytest.approx(2e-5 + 4e-3 / 640)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,6 @@ larger chunks: 8 streams of 8,000 tokens that overload a prefill worker had thei
 USED_GAP = 0.9
 """Part of the gap limit that a step takes on average: some steps take longer than others, and tokens travel."""
 
-FULL_TOKENS = 1024
-"""Tokens of prompts that use a GPU well. A step of twice as many takes twice as long, so prompts that begin in a step
-that ends others only delay these: two of 1,024 tokens have their first tokens after 24 and 48 ms instead of 48."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
@@ -59,17 +55,8 @@ def share(prompts: List[tuple[Sequence, int]], ends: List[int], tokens: int, row
     """Tokens of each prompt's next chunk: half of them for the oldest prompt, then for those that lack the fewest.
 
     prompts: oldest first, each with the number of tokens that are computed. ends: where each one's chunk has to end.
-    tokens: most tokens of all chunks; FULL_TOKENS where prompts end by them, and others would have the rest. rows: most
-    rows of logits; a prompt that is scored takes one a token.
+    tokens: most tokens of all chunks. rows: most rows of logits; a prompt that is scored takes one a token.
     """
-    if len(prompts) > 1 and tokens > FULL_TOKENS:
-        counts = _share(prompts, ends, FULL_TOKENS, rows)
-        if any(start + count == len(s.token_ids) for (s, start), count in zip(prompts, counts, strict=True)):
-            return counts
-    return _share(prompts, ends, tokens, rows)
-
-
-def _share(prompts: List[tuple[Sequence, int]], ends: List[int], tokens: int, rows: int) -> list[int]:
     counts = [0] * len(prompts)
     if not prompts:
         return counts

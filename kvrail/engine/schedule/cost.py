@@ -7,8 +7,8 @@ WEIGHT = 0.05
 """Weight of the newest step in the running means; the first steps weigh more."""
 FULL_TOKENS = 128
 """Prompt tokens from which a step's time depends on its tokens, rather than on what any step takes."""
-MIN_SPREAD = 0.05
-"""Standard deviation of the sizes, as a share of their mean, below which the slope cannot be known."""
+MIN_SPREAD = 0.15
+"""Standard deviation of the sizes, as a share of their mean, below which they say nothing of the slope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,15 @@ class Line:
 
 
 class LineFit:
-    """Least squares over steps whose weight decays exponentially."""
+    """Least squares over steps whose weight decays exponentially.
+
+    While all steps have about one size, as in a steady load, the base stays that of the sizes before: what any step
+    takes does not change, and a line through zero would say that half the size takes half the time.
+    """
 
     def __init__(self) -> None:
         self._count = 0
-        self._x = self._y = self._xx = self._xy = 0.0
+        self._x = self._y = self._xx = self._xy = self._base = 0.0
 
     def note(self, size: int, seconds: float) -> None:
         """A step of `size` tokens or sequences took `seconds`."""
@@ -38,6 +42,10 @@ class LineFit:
         self._y += weight * (seconds - self._y)
         self._xx += weight * (size * size - self._xx)
         self._xy += weight * (size * seconds - self._xy)
+        spread = self._xx - self._x * self._x
+        slope = (self._xy - self._x * self._y) / spread if spread > (MIN_SPREAD * self._x) ** 2 else 0.0
+        if slope > 0:  # else larger steps took less time, or none was larger
+            self._base = max(0.0, self._y - slope * self._x)
 
     @property
     def mean(self) -> float:
@@ -45,15 +53,9 @@ class LineFit:
         return self._y / self._x if self._count else 0.0
 
     def line(self) -> Line:
-        """The line; through zero if all steps had about one size, or if larger ones took less time."""
-        if not self._count:
-            return Line()
-        spread = self._xx - self._x * self._x
-        slope = (self._xy - self._x * self._y) / spread if spread > (MIN_SPREAD * self._x) ** 2 else 0.0
-        if slope <= 0:
-            return Line(0.0, self.mean)
-        base = self._y - slope * self._x
-        return Line(base, slope) if base >= 0 else Line(0.0, self.mean)
+        """The line through the mean; through zero as long as sizes have hardly differed."""
+        base = min(self._base, self._y)
+        return Line(base, (self._y - base) / self._x) if self._count else Line()
 
 
 class StepCostModel:
@@ -70,7 +72,10 @@ class StepCostModel:
         if prompt_tokens:
             self._prefill.note(prompt_tokens, seconds)
             if prompt_tokens >= FULL_TOKENS:
-                self._full.note(prompt_tokens, seconds)
+                # The weights are read once for both: half of the time that any step takes.
+                decode = self.decode
+                beside = decode.base / 2 + decode.each * sequences if sequences else 0.0
+                self._full.note(prompt_tokens, max(0.0, seconds - beside))
             if sequences and (decoding := self.decode.at(sequences)):
                 self._beside.note(prompt_tokens, max(0.0, seconds - decoding))
         elif sequences:
@@ -83,7 +88,7 @@ class StepCostModel:
 
     @property
     def full_prefill(self) -> float:
-        """Seconds a token of steps with many prompt tokens, whatever decodes beside them; 0: not measured."""
+        """Seconds a token of steps with many prompt tokens, without what decodes beside them; 0: not measured."""
         return self._full.mean
 
     @property

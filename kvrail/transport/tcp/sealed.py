@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvrail.transport.tcp.messages import KEY, NAME_BYTES, SALT_BYTES
 from kvrail.transport.tcp.stream import Stream
 
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = 8 << 20
 """Bytes of a segment: it and its ciphertext stay in a core's cache, and the interpreter's lock is rarely taken."""
 TAG_BYTES = 16
 _KEY_BYTES = 32

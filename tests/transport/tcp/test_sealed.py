@@ -22,7 +22,7 @@ PAYLOAD = b"a prompt that nobody may read. " * (SEGMENT_BYTES // 20)
 
 @pytest.fixture
 async def ends():
-    pool = RegionPool(torch.zeros(4 << 20, dtype=torch.uint8))
+    pool = RegionPool(torch.zeros(2 * len(PAYLOAD), dtype=torch.uint8))
     sender = await TcpTransport.start(host=HOST, timeouts=HASTY, sealed=True)
     receiver = await TcpTransport.start(pool, sealed=True)
     yield sender, receiver

@@ -193,7 +193,10 @@ def _helper(
     there = busy.wait_s + (request.prompt_tokens - prefill.cached_tokens) * busy.compute_s
     for each in decode:
         load, missing = loads[each.target], request.prompt_tokens - each.cached_tokens
-        if missing <= load.slack and (load.backlog + missing) * (load.compute_s or busy.compute_s) <= there:
+        here = (load.backlog + missing) * (load.compute_s or busy.compute_s)
+        if load.chunk_tokens:  # sequences that decode there have their part of each step
+            here += (load.backlog + missing) / load.chunk_tokens * (load.step_s / 2 + load.sequences * load.sequence_s)
+        if missing <= load.slack and here <= there:
             return each
     return None
 
