@@ -15,7 +15,7 @@ from kvrail.transport.tcp.messages import KEY, NAME_BYTES, SALT_BYTES
 from kvrail.transport.tcp.stream import Stream
 
 SEGMENT_BYTES = 8 << 20
-"""Bytes of a segment: it and its ciphertext stay in a core's cache, and the interpreter's lock is rarely taken."""
+"""Bytes of a segment. Each takes the interpreter's lock twice at either end, beside an engine that wants it too."""
 TAG_BYTES = 16
 _KEY_BYTES = 32
 
