@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.simulator.trace import pages
@@ -59,17 +59,26 @@ class Simulation:
     """
 
     def __init__(
-        self, policy: str, workers: int, *, pages: int, page_size: int = 64, prefill_wait_s: float = PREFILL_WAIT_S
+        self,
+        policy: str,
+        workers: int,
+        *,
+        pages: int,
+        page_size: int = 64,
+        prefill_wait_s: float = PREFILL_WAIT_S,
+        speed: Speed | None = None,
+        max_running: int = MAX_RUNNING,
     ) -> None:
         self._clock = Clock()
+        self.on_end: Callable[[Job], None] = lambda job: None
         self._prefill_wait_s = prefill_wait_s or math.inf
         self._helped = 0
         self._name = policy
         self._policy = POLICIES[policy]
         self._queue = FairQueue(SHARE)
         self._size = page_size
-        speed = Speed()
-        kind = self._clock, speed, pages, page_size, MAX_RUNNING
+        speed = speed or Speed()
+        kind = self._clock, speed, pages, page_size, max_running
         self._kind = *kind, STEP_TOKENS
         self._prefill: dict[str, SimPrefill | SimBoth] = {
             f"p{n}": SimPrefill(f"p{n}", *self._kind) for n in range(workers)
@@ -88,16 +97,8 @@ class Simulation:
 
     def run(self, trace: Sequence[Request]) -> Outcome:
         """All of a trace, to the last token."""
-        jobs = []
-        self._open = len(trace)
-        for number, request in enumerate(trace):
-            digests = pages(request, number, self._size)
-            job = Job(number, request.arrival, request.prompt_tokens, request.output_tokens, digests)
-            jobs.append(job)
-            self._clock.at(request.arrival, lambda job=job, key=request.key: self._arrive(job, key))
-        for worker in {each.name: each for each in (*self._prefill.values(), *self._decode.values())}.values():
-            self._report(worker)
-        self._clock.run(lambda: self._open > 0)
+        jobs = [self.ask(request, number) for number, request in enumerate(trace)]
+        self.finish()
         prompt = sum(job.tokens for job in jobs)
         busy = [worker.busy_s for worker in self._prefill.values()]
         return Outcome(
@@ -109,6 +110,20 @@ class Simulation:
             self._helped,
             [job.first_token - job.arrival for job in jobs],
         )
+
+    def ask(self, request: Request, number: int) -> Job:
+        """Let a request arrive when it is due; number: of no other one."""
+        digests = pages(request, number, self._size)
+        job = Job(number, request.arrival, request.prompt_tokens, request.output_tokens, digests)
+        self._open += 1
+        self._clock.at(request.arrival, lambda: self._arrive(job, request.key))
+        return job
+
+    def finish(self) -> None:
+        """Let time pass until all requests have ended, also those that `on_end` asks for."""
+        for worker in {each.name: each for each in (*self._prefill.values(), *self._decode.values())}.values():
+            self._report(worker)
+        self._clock.run(lambda: self._open > 0)
 
     def _report(self, worker: SimWorker) -> None:
         worker.report()
@@ -180,6 +195,7 @@ class Simulation:
             decode.pages.settle(job.pages)
             self._queue.ended(ticket)
             self._output += 0.05 * (job.output - self._output)
+            self.on_end(job)
             self._open -= 1
             self._serve()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from statistics import mean, pstdev
 
-from benchmarks.simulator.cluster import MAX_RUNNING, Simulation
+from benchmarks.simulator.cluster import MAX_RUNNING, PREFILL_WAIT_S, Simulation
 from benchmarks.simulator.workers import Job, SimBoth, Speed
 from kvrail.services.router.fleet.ways import APART, Slo
 from kvrail.tools.bench.trace import Request
@@ -53,8 +53,18 @@ def phases(parts: Iterable[Phase], workers: int, seconds: float, seed: int = 0) 
 class RolesSimulation(Simulation):
     """Workers that can do both. prefill: how many only prefill, the others only decode; None: all do both."""
 
-    def __init__(self, workers: int, prefill: int | None = None) -> None:
-        super().__init__("prefix-aware", 0, pages=PAGES)
+    def __init__(
+        self,
+        workers: int,
+        prefill: int | None = None,
+        *,
+        speed: Speed | None = None,
+        max_running: int = MAX_RUNNING,
+        prefill_wait_s: float = PREFILL_WAIT_S,
+    ) -> None:
+        super().__init__(
+            "prefix-aware", 0, pages=PAGES, prefill_wait_s=prefill_wait_s, speed=speed, max_running=max_running
+        )
         made = [SimBoth(f"w{number}", *self._kind) for number in range(workers)]
         self._prefill = {each.name: each for each in (made if prefill is None else made[:prefill])}
         self._decode = {each.name: each for each in (made if prefill is None else made[prefill:])}

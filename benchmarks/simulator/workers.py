@@ -1,12 +1,13 @@
-"""Simulated workers: how long they take, and which pages they hold. Pages and reports are the engine's own code."""
+"""Simulated workers: how long they take, and which pages they hold. Pages, reports, costs are the engine's own code."""
 
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
+from kvrail.engine.schedule.cost import StepCostModel
 from kvrail.services.router.fleet.demand import TokenRate
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import WorkerPages
@@ -263,8 +264,12 @@ class SimDecode(SimWorker):
 
 @dataclass(eq=False)
 class SimBoth(SimWorker):
-    """Prefills and decodes: each step has a token of each sequence and a chunk of a prompt, full if nothing decodes."""
+    """Prefills and decodes: each step has a token of each sequence and a chunk of a prompt, full if nothing decodes.
 
+    The router knows of its speed what an engine would have measured by now.
+    """
+
+    _cost: StepCostModel = field(default_factory=StepCostModel)
     _prompts: deque[tuple[Job, list[int], int, Callable[[], object]]] = field(default_factory=deque)
     _decoding: list[tuple[int, int, list[int], Callable[[], object]]] = field(default_factory=list)
     _steps: int = 0
@@ -273,6 +278,12 @@ class SimBoth(SimWorker):
     def candidate(self, *, computes: bool) -> Candidate:
         """As the router sees it; it computes prompts, whatever else it does."""
         return super().candidate(computes=True)
+
+    def _load(self, computes: bool) -> Load:
+        decode, full_s = self._cost.decode, self._cost.full_prefill
+        return replace(
+            super()._load(computes), token_s=full_s, compute_s=full_s, sequence_s=decode.each, step_s=decode.base
+        )
 
     def submit(self, job: Job, done: Callable[[], object]) -> None:
         """Compute a prompt; `done` is called when its first token is drawn."""
@@ -298,6 +309,7 @@ class SimBoth(SimWorker):
         prompt_s = tokens * speed.prefill_s * (speed.mixed if decoding else 1.0)
         self.busy_s += prompt_s
         self.prefilled += tokens
+        self._cost.note(tokens, decoding, step_s + prompt_s)
         self.clock.at(self.clock.now + step_s + prompt_s, lambda: self._end(tokens))
 
     def _end(self, tokens: int) -> None:

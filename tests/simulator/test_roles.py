@@ -4,6 +4,7 @@ from statistics import pstdev
 
 import pytest
 
+from benchmarks.simulator.layouts import LAYOUTS, SPEEDS, Layout
 from benchmarks.simulator.roles import (
     DECODE_HEAVY,
     PREFILL_HEAVY,
@@ -55,3 +56,14 @@ def test_what_keeps_the_limits():
     job = Job(0, 1.0, 100, 11, [], first_token=1.4, end=1.6)
     assert keeps(job, Slo()) and not keeps(job, Slo(0.3)) and not keeps(job, Slo(0.5, 0.01))
     assert (goodput([job], 0.0, 2.0), goodput([job], 0.0, 2.0, Slo(0.3))) == (1.0, 0.0)
+
+
+def test_closed_streams_are_served_as_by_the_better_layout():
+    """Also where a load is so steady that all steps have one size, and say nothing of a sequence's cost."""
+    rows, served = (16, 32), {}
+    for name in LAYOUTS:
+        layout = Layout(name, SPEEDS["h200"])
+        served[name] = [layout.figures(jobs) for jobs in layout.closed(rows, 8)]
+    for pair, whole, both in zip(*served.values(), strict=True):
+        assert both[0] > 0.95 * max(pair[0], whole[0])
+        assert both[1] < 1.15 * pair[1] and both[3] > 0.8
