@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvrail.engine.kv.fixed import form as fixed
 from kvrail.engine.kv.fixed.form import REFUSED
 from kvrail.engine.kv.fixed.reference import widened
-from kvrail.engine.kv.rotated.form import LARGEST, ROTATED, Tile, code_places, signs
+from kvrail.engine.kv.rotated.form import LARGEST, ROTATED, Tile, channel_places, code_places, signs
 from kvrail.engine.kv.rotated.pages import RotatedPages, page_bytes
 from kvrail.engine.kv.rotated.reference import channels_of, close_tile, open_tile, scales_of
 from kvrail.errors import ConfigError
@@ -118,7 +118,7 @@ def test_opened_by_the_formula() -> None:
             code = word >> 16 * (j % 2) + 4 * (j // 16) + 2 * (j // 8 % 2) & 3
             parity = bin(channel % 64 & (j ^ (channel % 64 >> 1 & 21))).count("1") % 2
             total += (2 * code - 3) * (1 - 2 * parity)
-        byte = int(data[2048 + channel])
+        byte = int(data[2048 + channel // 2 % 4 * 32 + channel // 16 * 4 + channel % 2 * 2 + channel // 8 % 2])
         mean = ((byte & 31) ^ 16) - 16
         exact = (total * scales[token] * 2.0**-13 + mean / 2) * 2.0 ** (exponent - (byte >> 5))
         assert torch.tensor(exact).bfloat16().item() == found[token, channel]
@@ -158,6 +158,7 @@ def test_sizes() -> None:
         assert 16 * page_bytes(layout) / layout.page_bytes == bits
     for dim in range(64, 513, 64):
         assert Tile(dim).bytes % 64 == 0 and np.array_equal(np.sort(code_places(dim)), np.arange(64 * dim))
+        assert np.array_equal(np.sort(channel_places(dim)), np.arange(dim))
         assert Tile(dim).mark != fixed.Tile(dim, False, 4).mark
 
 

@@ -91,7 +91,7 @@ def add_closed_block(
     if CODE_BITS == CODED:
         v = open_coded(pair + KEY_TILE, spare, False, BLOCK, VALUE_DIM, ASSEMBLED)
     elif CODE_BITS == ROTATED:
-        v = open_rotated(pair + KEY_TILE, VALUE_DIM)
+        v = open_rotated(pair + KEY_TILE, VALUE_DIM, ASSEMBLED)
     elif CODE_BITS:
         v = open_tile(pair + KEY_TILE, CODE_BITS, BLOCK, VALUE_DIM, ASSEMBLED)
     else:

@@ -112,6 +112,7 @@ def close_pages(
     codes, scales = _rotated(_nearest(tl.minimum(tl.maximum(y, -_LARGEST), _LARGEST)), DIM)
     tl.store(tile.to(tl.pointer_type(tl.int32)) + tl.arange(0, 4 * DIM), _packed(codes, DIM))
     unit = tl.max(units, 0)
-    tl.store(tile + 16 * DIM + channel, (means & 31 | unit - units << 5).to(tl.uint8))
+    place = channel // 2 % 4 * (DIM // 4) + channel // 16 * 4 + channel % 2 * 2 + channel // 8 % 2
+    tl.store(tile + 16 * DIM + place, (means & 31 | unit - units << 5).to(tl.uint8))
     scales |= (unit + magnitude - _FRACTION + _BIAS >> token % 8 & 1) << 7
     tl.store(tile + 17 * DIM + token, tl.where(refused, 255, scales).to(tl.uint8))

@@ -40,6 +40,12 @@ def _sign(channel):
 
 
 @njit(nogil=True)
+def _place(channel, dim):
+    """Which of the means is a channel's."""
+    return channel // 2 % 4 * (dim // 4) + channel // 16 * 4 + channel % 2 * 2 + channel // 8 % 2
+
+
+@njit(nogil=True)
 def _transform(numbers, at):
     """The Walsh-Hadamard transform of a block, in place."""
     half = 1
@@ -140,7 +146,7 @@ def _close_tile(source, at, row, dim, order, out, to, fixed, codes):
     largest = _channels(fixed, dim, units, means)
     begin = to + TOKENS * dim // 4
     for channel in range(dim):
-        out[begin + channel] = (means[channel] & 31) | (largest - units[channel]) << 5
+        out[begin + _place(channel, dim)] = (means[channel] & 31) | (largest - units[channel]) << 5
     exponent = largest + last + _BIAS
     for token in range(TOKENS):
         norm = _rotate(fixed, token * dim, dim, units, means, z)
@@ -166,7 +172,7 @@ def open_tile(closed, at, dim, order, out):
         exponent += (int64(closed[means + dim + bit]) >> 7) << bit
     units, offsets = np.empty(dim, np.float64), np.empty(dim, np.float64)
     for channel in range(dim):
-        byte = int64(closed[means + channel])
+        byte = int64(closed[means + _place(channel, dim)])
         units[channel] = 2.0 ** (exponent - (byte >> 5))
         offsets[channel] = np.float64(((byte & 31) ^ 16) - 16) / 2
     both, scales = np.empty(1, np.float64), np.zeros(1, np.float32)

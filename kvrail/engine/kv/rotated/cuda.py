@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import triton
 
 from kvrail.engine.kv.fixed import cuda as fixed
 from kvrail.engine.kv.rotated.close_kernel import close_pages
@@ -42,6 +43,7 @@ def open(
             closed.pages[0].numel(),
             values[0].numel(),
             **_sizes(closed),
+            ASSEMBLED=isinstance(open_pages, triton.JITFunction),
         )
 
 

@@ -38,6 +38,9 @@ A word has token 16 w + 8 r + g, and for s of 4 and h of 2 the values 16 s + 8 h
 next one from bit 16 + 4 s + 2 h on. A mask and a bit that is set make two bfloat16 of it: 128 + code. What 128 adds to
 the sums falls on the block's first channel alone, where all signs are alike.
 
+Means lie as the sums do: [4 t, dim / 64 blocks, 4 s, 2 i, 2 h], of channel 16 s + 8 h + 2 t + i of a block. A word has
+two channels' bytes in the lower bytes of its halves, and two in the upper ones.
+
 A tile with a value that is not finite, or from 2^36 on, has no such form: its scales are all 127, and NaN when opened.
 """
 
@@ -97,6 +100,12 @@ def code_places(dim: int) -> npt.NDArray[np.int64]:
     warp, g, t, block, r, i, s, h = np.ix_(*(np.arange(size) for size in (4, 8, 4, dim // BLOCK, 2, 2, 4, 2)))
     token, channel = 16 * warp + 8 * r + g, BLOCK * block + 16 * s + 8 * h + 2 * t + i
     return np.asarray((token * dim + channel).reshape(-1), np.int64)
+
+
+def channel_places(dim: int) -> npt.NDArray[np.int64]:
+    """The channel of each mean, in the order of storage."""
+    t, s, i, h = np.ix_(*(np.arange(size) for size in (4, dim // 16, 2, 2)))
+    return np.asarray((16 * s + 8 * h + 2 * t + i).reshape(-1), np.int64)
 
 
 def signs() -> npt.NDArray[np.int64]:

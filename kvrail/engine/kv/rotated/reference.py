@@ -22,6 +22,7 @@ from kvrail.engine.kv.rotated.form import (
     REFUSED_CODE,
     UNIT,
     Tile,
+    channel_places,
     code_places,
     signs,
 )
@@ -45,7 +46,8 @@ def close_tile(values: Bits) -> tuple[npt.NDArray[np.uint8], bool]:
     tokens = np.arange(TOKENS)
     scales = np.full_like(scales, 255) if refused else scales | (exponent >> tokens % 8 & 1) << 7
     words = codes.reshape(-1)[code_places(values.shape[1])].reshape(-1, 16) << 2 * np.arange(16)
-    parts = (words.sum(1).astype(np.uint32).view(np.uint8), means & 31 | shifts << 5, scales)
+    channels = (means & 31 | shifts << 5)[channel_places(values.shape[1])]
+    parts = (words.sum(1).astype(np.uint32).view(np.uint8), channels, scales)
     return np.concatenate([part.astype(np.uint8) for part in parts]), refused
 
 
@@ -63,7 +65,8 @@ def open_tile(data: npt.NDArray[np.uint8], dim: int) -> Bits:
 def channels_of(data: npt.NDArray[np.uint8], dim: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Of a closed tile's channels: means in units, and units."""
     tile = Tile(dim)
-    found = data[tile.means : tile.scales].astype(np.int64)
+    found = np.empty(dim, np.int64)
+    found[channel_places(dim)] = data[tile.means : tile.scales]
     exponent = int((data[tile.scales : tile.scales + 8].astype(np.int64) >> 7) @ (1 << np.arange(8))) - BIAS
     return ((found & 31 ^ 16) - 16) / 2, np.ldexp(1.0, exponent - (found >> 5))
 
