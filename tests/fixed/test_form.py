@@ -116,7 +116,9 @@ def test_golden_file() -> None:
     assert golden() == json.loads(GOLDEN.read_text())
 
 
-@pytest.mark.parametrize(("bits", "kernels"), [(8, cpu), (4, cpu), (CODED, kvcomp_cpu), (ROTATED, rotated_cpu)], ids=CODE_BITS)
+@pytest.mark.parametrize(
+    ("bits", "kernels"), [(8, cpu), (4, cpu), (CODED, kvcomp_cpu), (ROTATED, rotated_cpu)], ids=CODE_BITS
+)
 @pytest.mark.parametrize(("dims", "page_size"), SHAPES)
 def test_kernels_do_what_the_reference_does(
     dims: tuple[int, int], page_size: int, bits: int, kernels: ModuleType

@@ -352,9 +352,15 @@ def _attending(version):
     return attend_units
 
 
-attend_units = _attending(
-    version_of(
-        fixed_kernels, fixed_form, kvcomp_kernels, kvcomp_form, lossless_kernels, form, rotated_kernels, rotated_form,
-        cpu_kernel_vectors,
-    )  # fmt: skip
+_VERSION = version_of(
+    fixed_kernels,
+    fixed_form,
+    kvcomp_kernels,
+    kvcomp_form,
+    lossless_kernels,
+    form,
+    rotated_kernels,
+    rotated_form,
+    cpu_kernel_vectors,
 )
+attend_units = _attending(_VERSION)

@@ -46,6 +46,7 @@ def open(
 
 
 def grid_of(closed: FixedPages, pages: torch.Tensor) -> tuple[int, int, int]:
+    """A program for each head and block of these pages of each layer."""
     layers, _, heads, blocks, _ = closed.pages.shape
     return len(pages), heads * blocks, layers
 

@@ -85,7 +85,8 @@ class FixedPages:
         stay open: opened, it gives NaN.
         """
         self._kernels().close(self, keys, values, sources, targets)
-        (key, value), (at, mark) = self.tiles, self.tiles[1].mark
+        key, value = self.tiles
+        at, mark = value.mark
         return refused_tiles(self.pages, (key.mark, (key.bytes + at, mark)), targets)
 
     def open(self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:

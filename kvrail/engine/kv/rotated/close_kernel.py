@@ -36,7 +36,7 @@ def _power(exponent):
 
 @triton.jit
 def _exponent(numbers):
-    """Of integers, 0 or more, as float32; of 0 it is -127."""
+    """The exponents of integers, 0 or more, as float32; that of 0 is -127."""
     return (numbers.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 

@@ -58,7 +58,7 @@ def _transform(numbers, at):
 
 @njit(nogil=True)
 def _exponent(number, words, floats):
-    """Of a number as float32; of 0 it is -127. words, floats: views of one buffer."""
+    """The exponent of a number as float32; that of 0 is -127. words, floats: views of one buffer."""
     floats[0] = number
     return (int64(words[0]) >> 23) - 127
 
@@ -198,7 +198,7 @@ def _closing(version):
 
     @compiled(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _order))
     def close_tiles(source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order):
-        """Close the values of plain pages `sources` into closed pages `targets`: see `fixed.cpu_kernels.close_tiles`."""
+        """Close the values of plain pages `sources` into closed pages `targets`: see `fixed.cpu_kernels`."""
         blocks, fixed = page_size // TOKENS, np.empty(TOKENS * dim, np.int64)
         codes = np.empty(TOKENS * dim, np.uint8)
         for i in range(len(sources) + (0 & version)):

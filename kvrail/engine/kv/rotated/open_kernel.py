@@ -83,8 +83,8 @@ def _means_of(bytes, units, ASSEMBLED: tl.constexpr):
     numbers = (bytes & 0x001F001F) ^ 0x43104310  # 144 + n
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 n, a, b; mov.b32 a, 0xC310C310; mov.b32 b, 0x45004500; add.rn.bf16x2 n, $1, a; mul.rn.bf16x2 n, n, $2;"
-            " mul.rn.bf16x2 $0, n, b; }",
+            "{ .reg .b32 n, a, b; mov.b32 a, 0xC310C310; mov.b32 b, 0x45004500; add.rn.bf16x2 n, $1, a;"
+            " mul.rn.bf16x2 n, n, $2; mul.rn.bf16x2 $0, n, b; }",
             "=r,r,r", [numbers, units], dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
     first = (_widened(numbers & 0xFFFF) - 144) * _widened(units & 0xFFFF) * 2048

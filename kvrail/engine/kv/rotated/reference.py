@@ -63,7 +63,7 @@ def open_tile(data: npt.NDArray[np.uint8], dim: int) -> Bits:
 
 
 def channels_of(data: npt.NDArray[np.uint8], dim: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Of a closed tile's channels: means in units, and units."""
+    """Read a closed tile's channels: means in units, and units."""
     tile = Tile(dim)
     found = np.empty(dim, np.int64)
     found[channel_places(dim)] = data[tile.means : tile.scales]
@@ -88,7 +88,7 @@ def _channels(fixed: Integers) -> tuple[Integers, Integers]:
 
 
 def _exponent(numbers: Integers) -> Integers:
-    """Of numbers as float32; of 0 it is -127."""
+    """The exponents of numbers as float32; that of 0 is -127."""
     return (numbers.astype(np.float32).view(np.uint32) >> 23).astype(np.int64) - 127
 
 
