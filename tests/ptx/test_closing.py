@@ -23,7 +23,8 @@ def close_and_open(form: str, dims: tuple[int, int], page_size: int) -> None:
     from tests.fixed import cases as lossy
     from tests.lossless import cases
 
-    with emulated():
+    # With fewer than four warps matrices are multiplied by each warp alone, as the emulator knows it.
+    with emulated(**{"num_warps": 2} if form == "rot3" else {}):
         if form == "lossless":
             cases.check_kernels(dims, page_size, "cpu", lossless, few=True)
         else:
