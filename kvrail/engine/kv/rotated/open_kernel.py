@@ -63,33 +63,32 @@ def _rounded(values):
 
 @triton.jit
 def _opened(lower, upper, units, scales, means, ASSEMBLED: tl.constexpr):
-    """Words of two values, of two sums, float32, and words of two units, scales and means, bfloat16.
+    """Words of two values, of two half sums, float32, and words of two units, scales and means, bfloat16.
 
-    ASSEMBLED: by instructions for two bfloat16, which Triton's interpreter does not know. Sums and products are exact.
+    ASSEMBLED: by instructions for two bfloat16, which Triton's interpreter does not know. Half sums are integers of at
+    most 96, and units powers of two: only the multiply-add rounds.
     """
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 h; cvt.rn.bf16x2.f32 h, $2, $1; mul.rn.bf16x2 h, h, $3; fma.rn.bf16x2 $0, h, $4, $5; }",
+            "{ .reg .b32 h; cvt.rn.bf16x2.f32 h, $2, $1; fma.rn.bf16x2 h, h, $4, $5; mul.rn.bf16x2 $0, h, $3; }",
             "=r,r,r,r,r,r", [lower, upper, units, scales, means], dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
-    first = lower * _widened(units & 0xFFFF) * _widened(scales & 0xFFFF) + _widened(means & 0xFFFF)
-    second = upper * _widened(units >> 16) * _widened(scales >> 16) + _widened(means >> 16)
+    first = (lower * _widened(scales & 0xFFFF) + _widened(means & 0xFFFF)) * _widened(units & 0xFFFF)
+    second = (upper * _widened(scales >> 16) + _widened(means >> 16)) * _widened(units >> 16)
     return _rounded(first) | _rounded(second) << 16
 
 
 @triton.jit
-def _means_of(bytes, units, ASSEMBLED: tl.constexpr):
-    """Words of two means, bfloat16, of words of two bytes and of two units: n * 2^11 units."""
-    numbers = (bytes & 0x001F001F) ^ 0x43104310  # 144 + n
+def _means_of(bytes, ASSEMBLED: tl.constexpr):
+    """Words of two means, bfloat16, of words of two bytes: n * 2^11, as half sums * scale are so many units."""
+    numbers = (bytes & 0x001F001F) ^ 0x48904890  # (144 + n) * 2^11
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 n, a, b; mov.b32 a, 0xC310C310; mov.b32 b, 0x45004500; add.rn.bf16x2 n, $1, a;"
-            " mul.rn.bf16x2 n, n, $2; mul.rn.bf16x2 $0, n, b; }",
-            "=r,r,r", [numbers, units], dtype=tl.uint32, is_pure=True, pack=1,
+            "{ .reg .b32 a; mov.b32 a, 0xC890C890; add.rn.bf16x2 $0, $1, a; }",
+            "=r,r", [numbers], dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
-    first = (_widened(numbers & 0xFFFF) - 144) * _widened(units & 0xFFFF) * 2048
-    second = (_widened(numbers >> 16) - 144) * _widened(units >> 16) * 2048
-    return _rounded(first) | _rounded(second) << 16
+    below: tl.constexpr = 144.0 * 2048
+    return _rounded(_widened(numbers & 0xFFFF) - below) | _rounded(_widened(numbers >> 16) - below) << 16
 
 
 @triton.jit
@@ -111,7 +110,7 @@ def _open_block(tile, turned, scale, exponent, BLOCK: tl.constexpr, DIM: tl.cons
     both = tl.permute(tl.join(channels, channels >> 8), (0, 2, 1))  # s, h, t
     both = tl.reshape(both, [1, 32])
     units = exponent - (both & 0x00E000E0) * 4
-    means = tl.broadcast_to(_means_of(both, units, ASSEMBLED), [64, 32])
+    means = tl.broadcast_to(_means_of(both, ASSEMBLED), [64, 32])
     return _opened(lower, upper, tl.broadcast_to(units, [64, 32]), scale, means, ASSEMBLED)
 
 
