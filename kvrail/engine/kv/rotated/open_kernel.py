@@ -80,7 +80,7 @@ def _opened(lower, upper, units, scales, means, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _means_of(bytes, ASSEMBLED: tl.constexpr):
-    """Words of two means, bfloat16, of words of two bytes: n * 2^11, as half sums * scale are so many units."""
+    """Words of two means, bfloat16, of words of two bytes: n * 2^11, what half sums * scale count in."""
     numbers = (bytes & 0x001F001F) ^ 0x48904890  # (144 + n) * 2^11
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
