@@ -53,6 +53,14 @@ def test_error_is_within_the_bound(dim: int) -> None:
         check_bound(values)
 
 
+def test_the_bound_is_reached_by_rows_of_the_transform() -> None:
+    """They are the worst: all but one rotated value is 0, for which there is no code."""
+    values = bits_of(signs()[np.random.default_rng(4).permutation(64)].astype(np.float64))
+    check_bound(values)
+    error, norm = errors(values)
+    assert (error / norm).max() > 0.9
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(-30, 34), st.floats(-30, 34), st.integers(0, 3))
 def test_error_with_any_width_and_any_middle(seed: int, width: float, middle: float, kind: int) -> None:
