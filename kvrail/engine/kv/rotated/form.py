@@ -63,7 +63,7 @@ FRACTION, UNIT, LARGEST = 20, 7, 2047
 MOST_MEAN, MOST_SHIFT = 15, 7
 LEAST_CODE, MOST_CODE, REFUSED_CODE = 127 - 2 << 3, 126, 127
 BIAS = 61
-"""E is from LEAST_MAGNITUDE - FRACTION to 38."""
+"""E is from LEAST_MAGNITUDE - FRACTION to 36."""
 
 
 @dataclass(frozen=True, slots=True)
