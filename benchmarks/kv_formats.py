@@ -1,6 +1,6 @@
 """Decode attention over closed pages beside bfloat16 pages, and the rates of closing and opening, on a GPU.
 
-    python -m benchmarks.kv_formats [--forms lossless,int8,int4,kvcomp] [--escapes 0,1e-4,1e-3]
+    python -m benchmarks.kv_formats [--forms lossless,int8,int4,kvcomp,rot3] [--escapes 0,1e-4,1e-3]
         [--loads 64x2048,1x32768] [--sweep] [--no-rates]
 
 One layer of Qwen3-8B's shape: 32 heads over 8 KV heads of 128, pages of 64 tokens. KV is drawn: normal, each channel of

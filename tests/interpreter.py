@@ -15,9 +15,10 @@ from triton.runtime.interpreter import (
     interpreter_builder,
 )
 
-call_anew, multiply, array_dtype = (
+call_anew, multiply, cast, array_dtype = (
     InterpretedFunction.__call__,
     InterpreterBuilder.create_dot,
+    InterpreterBuilder.cast_impl,
     interpreter._get_np_dtype,
 )
 make_block, with_element = tl.block_type.__init__, tl.block_type.with_element_ty
@@ -38,6 +39,15 @@ def multiply_values(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, 
     """The interpreter multiplies bfloat16 by their bits, as integers."""
     a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
     return multiply(self, a, b, *more)
+
+
+def cast_to_nearest(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
+    """The interpreter cuts a float32's lower bits off where a GPU rounds it to the nearest bfloat16, ties to even."""
+    if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+        return cast(self, src, dst_type)
+    bits = np.ascontiguousarray(src.data).view(np.uint32).astype(np.uint64)
+    nearest = np.where(np.isnan(src.data), bits | 1 << 22, bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return TensorHandle(nearest.astype(np.uint16), tl.bfloat16)
 
 
 def bfloat16_constant(self: InterpreterBuilder, value: float) -> TensorHandle:
@@ -61,6 +71,7 @@ def larger(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle) -> Te
 
 
 InterpretedFunction.__call__, InterpreterBuilder.create_dot = call_from_kernel, multiply_values
+InterpreterBuilder.cast_impl = cast_to_nearest
 InterpreterBuilder.get_bf16, InterpreterBuilder.get_all_ones_value = bfloat16_constant, all_ones
 InterpreterBuilder.create_minnumf, InterpreterBuilder.create_maxnumf = smaller, larger
 # Of each sum and product of integers it would find out whether it overflows, and tell nobody: half of the time.

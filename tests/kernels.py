@@ -23,6 +23,7 @@ MODULES = (
     "kvrail.engine.kv.lossless.cpu_kernels",
     "kvrail.engine.kv.fixed.cpu_kernels",
     "kvrail.engine.kv.kvcomp.cpu_kernels",
+    "kvrail.engine.kv.rotated.cpu_kernels",
     "kvrail.engine.attention.cpu_kernel",
     "kvrail.codec.papers.lynx.cpu_exact_kernels",
     "kvrail.codec.splitzip.one_stage.cpu_kernels",

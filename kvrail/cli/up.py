@@ -19,8 +19,8 @@ from kvrail.cli.role import check_worker_installed
 from kvrail.config.settings import BothSettings, DecodeSettings, PrefillSettings, RouterSettings, UpSettings
 
 SUMMARY = "run a whole cluster on this machine"
-EPILOG = """A flag of a service goes to every service that has it; --kv-cache int8, int4 and kvcomp, to workers that
-decode. A TOML file sets it for one alone, in its tables [router], [prefill], [decode] and [worker], and so does an
+EPILOG = """A flag of a service goes to every service that has it; --kv-cache int8, int4, rot3 and kvcomp, to workers
+that decode. A TOML file sets it for one alone, in its tables [router], [prefill], [decode] and [worker], and so does an
 environment variable: --log-level of the router is KVRAIL_ROUTER_LOG_LEVEL.
 Ports and devices of the workers are chosen: free ports, and the GPUs in turn.
 

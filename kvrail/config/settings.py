@@ -239,7 +239,7 @@ class WorkerSettings(ServiceSettings):
     kv_quality: str = Field("", description="for kv_cache auto:BOUND: figures of kvrail quality --json (default none)")
     kv_cache: KVCache = Field(
         "plain",
-        description="full pages: lossless in 3/4 of the memory; int8, int4, kvcomp: lossy; auto:BOUND: see kv_quality",
+        description="full pages: lossless in 3/4 of the memory; the others are lossy; auto:BOUND: see kv_quality",
     )
     _kv_cache_suits = field_validator("kv_cache")(classmethod(check_kv_cache))
     load_format: LoadFormat = Field("safetensors", description="dummy: random weights of a fixed seed, for benchmarks")

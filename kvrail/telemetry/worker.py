@@ -33,10 +33,10 @@ class EngineMetrics:
                 "kvrail_engine_receiving_sequences", "Running sequences that only wait for their KV."
             )
         self.pages = make.gauges("kvrail_engine_pages", "KV pages by state.", "state", PAGE_STATES)
-        self.closed_pages = make.gauge("kvrail_engine_closed_pages", "KV pages in lossless, int8, int4 or kvcomp form.")
+        self.closed_pages = make.gauge("kvrail_engine_closed_pages", "KV pages in lossless or a lossy form.")
         self.stuck_pages = make.gauge(
             "kvrail_engine_stuck_pages",
-            "Full KV pages that stay plain: no spare unit, or values beyond int8, int4 and kvcomp.",
+            "Full KV pages that stay plain: no spare unit, or values beyond a lossy form.",
         )
         self.raw_tiles = make.gauge(
             "kvrail_engine_raw_tiles_ratio", "Share of closed pages' tiles that take a spare unit; 1 is all."

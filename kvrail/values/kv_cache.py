@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 ExactForm = Literal["plain", "lossless"]
-LossyForm = Literal["int8", "int4", "kvcomp"]
+LossyForm = Literal["int8", "int4", "kvcomp", "rot3"]
 Asked = Literal["", "exact", ExactForm, LossyForm]
 """What a request may ask for: any form, any exact one, or one by its name."""
 

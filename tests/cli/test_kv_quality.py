@@ -79,13 +79,13 @@ def test_what_quality_measured_chooses_the_form_of_that_model_alone(tmp_path, ca
     text, path, model = tmp_path / "text.txt", tmp_path / "quality.json", str(tiny_model("llama", head_dim=64))
     text.write_text("A form of pages is chosen by what it costs. " * 40, encoding="utf-8")
     sizes = ("--context-tokens", "128", "--next-tokens", "8", "--contexts", "2")
-    asked = ("--text", str(text), "--kv-cache", "int8,int4,kvcomp", "--json", str(path))
+    asked = ("--text", str(text), "--kv-cache", "int8,int4,kvcomp,rot3", "--json", str(path))
     assert main(["quality", "--model", model, *asked, *sizes]) == 0
     capsys.readouterr()
     kl = {row["name"]: row["kl"] for row in json.loads(path.read_text())["figures"]}
-    assert 0 < kl["int8 pages"] < kl["int4 pages"] < kl["kvcomp pages"]
+    assert 0 < kl["int8 pages"] < kl["int4 pages"] < kl["kvcomp pages"] < kl["rot3 pages"]
     options = {"kv_quality": str(path), "device": "cpu", "kv_dtype": "bfloat16", "max_model_len": 256}
-    for form in ("int8", "int4", "kvcomp"):
+    for form in ("int8", "int4", "kvcomp", "rot3"):
         bound = f"auto:{kl[f'{form} pages']}"
         assert LLMSettings.of(model, {"kv_cache": bound, **options}).kv_cache == form
         with LLM(model, kv_cache=bound, **options) as llm:

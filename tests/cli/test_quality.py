@@ -148,14 +148,15 @@ def forms(loaded):
 
 def test_lossy_pages_cost_the_demo_model_little(demo):
     loaded, given = demo
-    plain, eight, four, coded = measure(loaded, given, 128, forms(loaded)).figures
+    plain, eight, four, coded, rotated = measure(loaded, given, 128, forms(loaded)).figures
     assert (plain.name, plain.bits, plain.kl, plain.top1) == ("plain pages", 16.0, 0.0, 1.0)
     assert eight.bits == 8.5 and eight.top1 >= 0.98 and 0 < eight.kl < 1e-4
     assert four.bits == 4.5 and four.top1 >= 0.95 and eight.kl < four.kl < 5e-3
     assert coded.bits == 4.25 and coded.top1 >= 0.95 and four.kl < coded.kl < 1e-2
+    assert rotated.bits == 3.375 and rotated.top1 >= 0.9 and coded.kl < rotated.kl < 1.7e-2
 
 
-@pytest.mark.parametrize("form", ["int4", "kvcomp"])
+@pytest.mark.parametrize("form", ["int4", "kvcomp", "rot3"])
 def test_the_first_page_is_exact_and_one_that_cannot_be_closed_stays_open(form):
     layout = KVLayout(2, 3, 64, 64, 64, "bfloat16")
     block = Block(*(torch.randn(2, 4, 64, 3, 64).bfloat16() for _ in range(2)))
@@ -166,7 +167,7 @@ def test_the_first_page_is_exact_and_one_that_cannot_be_closed_stays_open(form):
         assert [torch.equal(old[:, page], new[:, page]) for page in range(4)] == [True, False, True, False]
 
 
-@pytest.mark.parametrize("form", ["int4", "kvcomp"])
+@pytest.mark.parametrize("form", ["int4", "kvcomp", "rot3"])
 def test_large_channels_of_the_keys_cost_pages_no_more(form):
     """Each row of a tile of keys is a channel: a factor of its own changes no code, but its rounding."""
     layout = KVLayout(1, 2, 64, 64, 64, "bfloat16")

@@ -60,9 +60,10 @@ async def test_answers_are_those_of_an_llm(known):
         assert c.decode.engine._closer.pages > 15
 
 
-async def test_answers_over_kvcomp_pages_are_those_of_an_llm():
-    known = said("kvcomp", [(65, 1), (450, 1)])
-    async with cluster(folder(), **lossy("kvcomp")) as c:
+@pytest.mark.parametrize("form", ["kvcomp", "rot3"])
+async def test_answers_over_other_pages_are_those_of_an_llm(form):
+    known = said(form, [(65, 1), (450, 1)])
+    async with cluster(folder(), **lossy(form)) as c:
         for (length, _), tokens in known.items():
             answer = await c.ask(prompt_of(length), codec="raw", seed=length, **SAMPLED)
             assert answer.tokens == tokens

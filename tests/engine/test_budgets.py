@@ -28,7 +28,7 @@ def test_places_follow_the_pages_of_a_gpu(cls, device, pages, places):
 
 
 @pytest.mark.parametrize(
-    ("form", "places"), [("plain", 64), ("lossless", 64), ("int8", 96), ("int4", 192), ("kvcomp", 192)]
+    ("form", "places"), [("plain", 64), ("lossless", 64), ("int8", 96), ("int4", 192), ("kvcomp", 192), ("rot3", 256)]
 )
 def test_places_follow_what_a_form_of_pages_holds(form, places):
     layout = KVLayout(36, 8, 128, 128, 64, "bfloat16")  # an 8B model; 72,768 tokens of plain pages

@@ -11,6 +11,8 @@ from kvrail.engine.kv.fixed.reference import close_tile, open_tile
 from kvrail.engine.kv.kvcomp.form import CODED
 from kvrail.engine.kv.kvcomp.reference import close_pair, open_pair
 from kvrail.engine.kv.lossy import lossy_pages
+from kvrail.engine.kv.rotated import reference as rotated
+from kvrail.engine.kv.rotated.form import KEY_BITS, ROTATED
 from kvrail.values.layout import KVLayout
 from tests.lossless.cases import Bits, distributions, few_pages, pages_of, pools
 
@@ -36,7 +38,8 @@ def close(keys: Bits, values: Bits, bits: int) -> tuple[npt.NDArray[np.uint8], i
     """A pair of tiles, bits of bfloat16 [64, dim], closed by the reference, and how many of both were refused."""
     if bits == CODED:
         return close_pair(keys, values)
-    (key, odd_key), (value, odd_value) = close_tile(keys, True, bits), close_tile(values, False, bits)
+    key, odd_key = close_tile(keys, True, KEY_BITS if bits == ROTATED else bits)
+    value, odd_value = rotated.close_tile(values) if bits == ROTATED else close_tile(values, False, bits)
     return np.concatenate([key, value]), odd_key + odd_value
 
 
@@ -44,8 +47,10 @@ def opened(data: npt.NDArray[np.uint8], dims: tuple[int, int], bits: int) -> tup
     """The reverse."""
     if bits == CODED:
         return open_pair(data, *dims)
-    key, value = np.split(data, [Tile(dims[0], True, bits).bytes])
-    return open_tile(key, dims[0], True, bits), open_tile(value, dims[1], False, bits)
+    of_keys = KEY_BITS if bits == ROTATED else bits
+    key, value = np.split(data, [Tile(dims[0], True, of_keys).bytes])
+    found = rotated.open_tile(value, dims[1]) if bits == ROTATED else open_tile(value, dims[1], False, bits)
+    return open_tile(key, dims[0], True, of_keys), found
 
 
 def check_kernels(

@@ -18,6 +18,8 @@ from kvrail.engine.kv.fixed.reference import close_tile, open_tile, rounded, ste
 from kvrail.engine.kv.kvcomp import cpu as kvcomp_cpu
 from kvrail.engine.kv.kvcomp.form import CODED
 from kvrail.engine.kv.lossy import CODE_BITS
+from kvrail.engine.kv.rotated import cpu as rotated_cpu
+from kvrail.engine.kv.rotated.form import ROTATED
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 from tests.fixed.cases import check_kernels, tiles
@@ -114,7 +116,9 @@ def test_golden_file() -> None:
     assert golden() == json.loads(GOLDEN.read_text())
 
 
-@pytest.mark.parametrize(("bits", "kernels"), [(8, cpu), (4, cpu), (CODED, kvcomp_cpu)], ids=CODE_BITS)
+@pytest.mark.parametrize(
+    ("bits", "kernels"), [(8, cpu), (4, cpu), (CODED, kvcomp_cpu), (ROTATED, rotated_cpu)], ids=CODE_BITS
+)
 @pytest.mark.parametrize(("dims", "page_size"), SHAPES)
 def test_kernels_do_what_the_reference_does(
     dims: tuple[int, int], page_size: int, bits: int, kernels: ModuleType

@@ -14,6 +14,8 @@ from kvrail.engine.kv.fixed import cuda as fixed  # noqa: E402
 from kvrail.engine.kv.kvcomp import cuda as kvcomp  # noqa: E402
 from kvrail.engine.kv.kvcomp.form import CODED  # noqa: E402
 from kvrail.engine.kv.lossy import CODE_BITS  # noqa: E402
+from kvrail.engine.kv.rotated import cuda as rotated  # noqa: E402
+from kvrail.engine.kv.rotated.form import ROTATED  # noqa: E402
 from kvrail.engine.kv.slots import Closing  # noqa: E402
 from kvrail.values.layout import KVLayout  # noqa: E402
 from tests.fixed.cases import check_kernels  # noqa: E402
@@ -25,7 +27,7 @@ from tests.lossless.cases import close_case  # noqa: E402
 @pytest.mark.parametrize("bits", CODE_BITS.values(), ids=CODE_BITS)
 @pytest.mark.parametrize(("dims", "page_size"), [((64, 64), 64), ((128, 128), 128), ((64, 128), 64)])
 def test_closing_and_opening(dims: tuple[int, int], page_size: int, bits: int) -> None:
-    check_kernels(dims, page_size, bits, "cuda", kvcomp if bits == CODED else fixed)
+    check_kernels(dims, page_size, bits, "cuda", {CODED: kvcomp, ROTATED: rotated}.get(bits, fixed))
 
 
 def test_kvcomps_kernels_choose_the_references_codes() -> None:

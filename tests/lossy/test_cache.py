@@ -50,7 +50,7 @@ def test_a_page_is_in_both_forms_until_its_open_slot_is_handed_out(form: str, bi
     slots.check([0, 1, 2, 3, 4, 5, 7])
 
 
-@pytest.mark.parametrize("form", ["int4", "kvcomp"])
+@pytest.mark.parametrize("form", ["int4", "kvcomp", "rot3"])
 def test_a_page_with_a_refused_tile_is_not_closed(form: str) -> None:
     cache = filled(form)
     for bad in (torch.inf, torch.nan, 2.0**36):

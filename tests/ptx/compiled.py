@@ -57,8 +57,8 @@ class H100:
 
 
 @contextlib.contextmanager
-def emulated(edit: Edit = lambda ptx: ptx) -> Iterator[None]:
-    """Launches are compiled and run here, block after block; edit: changes what was compiled.
+def emulated(edit: Edit = lambda ptx: ptx, **options: int) -> Iterator[None]:
+    """Launches are compiled and run here, block after block; edit: changes what was compiled; options: of launches.
 
     A launch raises Fault where a block does. In a process without Triton's interpreter.
     """
@@ -68,7 +68,7 @@ def emulated(edit: Edit = lambda ptx: ptx) -> Iterator[None]:
     compile_only = JITFunction.run
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernel = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = compile_only(self, *args, grid=grid, warmup=True, **kwargs | options)
         bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
         given = [bound[name] for name, kind in kernel.src.signature.items() if kind != "constexpr"]
         program = Program.parse(edit(kernel.asm["ptx"]), kernel.metadata.shared)

@@ -270,6 +270,32 @@ def _reduce(block: Block, it: Instruction, active: Mask) -> None:
     block.put(it.operands[0], np.repeat(REDUCED[it.flags[-1]].reduce(values, 1), WARP).astype(np.uint64), active)
 
 
+def _multiply(block: Block, it: Instruction, active: Mask) -> None:
+    """A product of matrices, plus one. A GPU's order of sums is its own: Fault where float32 does not hold all."""
+    if it.flags[:4] != ("sync", "aligned", "m16n8k16", "row") or not active.all():
+        raise it.unknown()
+    (into, *given), kind = map(_parts, it.operands), it.flags[-1]
+    found = [np.stack([block.value(name) for name in names], 1).astype(np.uint32) for names in given]
+    halves = [np.stack([each & 0xFFFF, each >> 16], 2).astype(np.uint16) for each in found[:2]]
+    if kind == "bf16":
+        a, b = ((each.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for each in halves)
+    else:
+        a, b = (each.view(np.float16).astype(np.float64) for each in halves)
+    warp, g, t, i = block.warps, block.lanes // 4, block.lanes % 4 * 2, np.arange(2)
+    left, right = np.zeros((warp[-1] + 1, 16, 16)), np.zeros((warp[-1] + 1, 16, 8))
+    for number in range(4):
+        row, column = g + number % 2 * 8, t + number // 2 * 8
+        left[warp[:, None], row[:, None], column[:, None] + i] = a[:, number]
+        if number < 2:
+            right[warp[:, None], t[:, None] + number * 8 + i, g[:, None]] = b[:, number]
+    product = left @ right
+    for number, name in enumerate(into):
+        sums = product[warp, g + number // 2 * 8, t + number % 2] + found[2][:, number].view(np.float32)
+        if (sums != sums.astype(np.float32)).any():
+            raise Fault(f"a sum is rounded: {it.text}")
+        block.put(name, sums.astype(np.float32).view(np.uint32).astype(np.uint64), active)
+
+
 def _move(block: Block, it: Instruction, active: Mask) -> None:
     """A value, or the parts of one."""
     into, given = _parts(it.operands[0]), _parts(it.operands[1])
@@ -297,4 +323,5 @@ EFFECTS: dict[str, Callable[[Block, Instruction, Mask], None]] = {
     "shfl": _shuffle,
     "redux": _reduce,
     "mov": _move,
+    "mma": _multiply,
 }

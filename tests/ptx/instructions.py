@@ -140,11 +140,13 @@ def _multiply(it: Instruction, a: Values, b: Values, c: Values | None = None) ->
     return product.astype(np.uint64) + (0 if c is None else c)
 
 
-@computes("min max")
+@computes("min max", "relu")
 def _extreme(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
-    """Of a number and NaN the number, of both zeros the one that its sign says."""
-    if it.kind == "bf16":
+    """Of a number and NaN the number, of both zeros the one that its sign says. relu: 0 at least."""
+    if it.kind == "bf16" or (it.flags and it.kind != "s32"):
         raise it.unknown()
+    if it.flags:
+        return bits_of(it, np.maximum(np.maximum(numbers(it, a), numbers(it, b)), 0))
     lower = it.name == "min"
     first, second = numbers(it, a), numbers(it, b)
     if it.kind != "f32":
@@ -227,9 +229,21 @@ def _select(it: Instruction, a: Values, b: Values, which: Values) -> npt.NDArray
     return np.where(which, a, b)
 
 
-@computes("cvt", "s8 u8 s16 u16 s32 u32 s64 u64")
-def _convert(it: Instruction, a: Values) -> npt.NDArray[Any]:
-    (into,) = it.flags
+@computes("cvt", "s8 u8 s16 u16 s32 u32 s64 u64 rn rzi f16 f32 bf16x2")
+def _convert(it: Instruction, a: Values, b: Values | None = None) -> npt.NDArray[Any]:
+    """Two float32 become two bfloat16, the first one the upper half."""
+    *rounding, into = it.flags
+    if (rounding, into, it.kind) == (["rn"], "bf16x2", "f32") and b is not None:
+        half = Instruction("", False, "", (), "bf16", (), it.text)
+        upper, lower = (bits_of(half, numbers(it, each).astype(np.float64)) for each in (a, b))
+        return upper << np.uint64(16) | lower
+    if (rounding, into, it.kind) == (["rzi"], "s32", "f32"):
+        return np.trunc(numbers(it, a)).astype(np.int64).astype(np.uint64)
+    if rounding == ["rn"] and into in ("f16", "f32") and it.kind[0] in "su":
+        found = numbers(it, a).astype(np.float16 if into == "f16" else np.float32)
+        return found.view(np.uint16 if into == "f16" else np.uint32).astype(np.uint64)
+    if rounding:
+        raise it.unknown()
     if it.kind[0] == "f" or it.kind == "bf16":
         raise it.unknown()
     cut = signed if into[0] == "s" else unsigned

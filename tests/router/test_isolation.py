@@ -306,7 +306,7 @@ async def test_an_unknown_form_takes_its_worker_out_by_name(cluster: Cluster):
     fake.status = status(kv_cache="int3")
     worker = cluster.service.pool.decode[fake.target]
     await until(lambda: worker.state is WorkerState.INCOMPATIBLE)
-    assert "'int3'; known forms are plain, lossless, int8, int4, kvcomp" in worker.detail
+    assert "'int3'; known forms are plain, lossless, int8, int4, kvcomp, rot3" in worker.detail
     fake.status = status(kv_cache="int8")
     await until(lambda: worker.state is WorkerState.HEALTHY)
     assert told(await cluster.chat()) == ("int8", False)

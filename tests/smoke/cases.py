@@ -62,6 +62,7 @@ CASES = (
     Case("lossless pages, a pool too small", "llama", ("--kv-cache", "lossless", "--kv-memory-gib", SMALL_POOL_GIB)),
     Case("int4 pages", "llama", ("--kv-cache", "int4")),
     Case("kvcomp pages", "qwen3", ("--kv-cache", "kvcomp")),
+    Case("rot3 pages", "llama", ("--kv-cache", "rot3")),
     Case("int8 pages, two workers of both roles", "qwen3", ("--kv-cache", "int8", *BOTH)),
     Case("small steps", "mistral", ("--max-running", "6", "--max-batch-tokens", "256")),
     Case("eager", "gemma2", ("--eager",)),

@@ -30,7 +30,7 @@ KINDS = (
     *(
         replace(case, architecture="llama", flags=(*case.flags[:2], *POOL))
         for case in CASES
-        if case.name in ("lossless pages", "int4 pages", "kvcomp pages")
+        if case.name in ("lossless pages", "int4 pages", "kvcomp pages", "rot3 pages")
     ),
     Case("int8 pages, workers of both roles", "llama", ("--kv-cache", "int8", *BOTH, *POOL)),
 )

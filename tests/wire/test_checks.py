@@ -27,7 +27,7 @@ def status(**changes):
         ({"codecs": ["x" * 300]}, "one of codecs"),
         ({"codecs": ["x"] * 1025}, "number of codecs is 1025"),
         ({"pages_cached": 7}, "free and cached pages is 11"),
-        ({"kv_cache": ""}, "keeps KV pages as ''; known forms are plain, lossless, int8, int4, kvcomp"),
+        ({"kv_cache": ""}, "keeps KV pages as ''; known forms are plain, lossless, int8, int4, kvcomp, rot3"),
         ({"kv_cache": "int3"}, "keeps KV pages as 'int3'; known"),
         ({"kv_cache": "int4", "roles": ["prefill"]}, "only prefills and keeps KV pages as 'int4'"),
         ({"metrics_port": 65536}, "metrics_port is 65536"),

@@ -46,10 +46,13 @@ from kvrail.engine.kv.kvcomp import form as kvcomp_form
 from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
 from kvrail.engine.kv.lossless import form
 from kvrail.engine.kv.lossless.cpu_kernels import open_high, pair_at
+from kvrail.engine.kv.rotated import cpu_kernels as rotated_kernels
+from kvrail.engine.kv.rotated import form as rotated_form
 
 KEYS = 64
 """Tokens of a block."""
 _CODED = kvcomp_form.CODED
+_ROTATED, _KEY_BITS = rotated_form.ROTATED, rotated_form.KEY_BITS
 _LINE = 64
 """Bytes of a cache line."""
 _LOG2_E, _LN2_UPPER, _LN2_LOWER = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -139,6 +142,9 @@ def _open_block(closed, page, head, block, page_size, kv_heads, key_dim, value_d
         kvcomp_kernels.open_tile(closed[0], begin, key_dim, True, closed[1], closed[5], closed[6], block_keys)
         begin += key_bytes
         kvcomp_kernels.open_tile(closed[0], begin, value_dim, False, closed[1], closed[7], closed[8], block_values)
+    elif closed[9] == _ROTATED:
+        fixed_kernels.open_tile(closed[0], begin, key_dim, True, _KEY_BITS, closed[5], closed[6], block_keys)
+        rotated_kernels.open_tile(closed[0], begin + key_bytes, value_dim, closed[7], block_values)
     elif closed[9]:
         fixed_kernels.open_tile(closed[0], begin, key_dim, True, closed[9], closed[5], closed[6], block_keys)
         begin += key_bytes
@@ -346,6 +352,15 @@ def _attending(version):
     return attend_units
 
 
-attend_units = _attending(
-    version_of(fixed_kernels, fixed_form, kvcomp_kernels, kvcomp_form, lossless_kernels, form, cpu_kernel_vectors)
+_VERSION = version_of(
+    fixed_kernels,
+    fixed_form,
+    kvcomp_kernels,
+    kvcomp_form,
+    lossless_kernels,
+    form,
+    rotated_kernels,
+    rotated_form,
+    cpu_kernel_vectors,
 )
+attend_units = _attending(_VERSION)

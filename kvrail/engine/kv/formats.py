@@ -12,6 +12,8 @@ from kvrail.engine.kv.kvcomp.pages import CodedLayer
 from kvrail.engine.kv.lossless.pages import ClosedLayer, page_bytes
 from kvrail.engine.kv.lossy import CODE_BITS
 from kvrail.engine.kv.lossy import page_bytes as lossy_page_bytes
+from kvrail.engine.kv.rotated.form import ROTATED
+from kvrail.engine.kv.rotated.pages import RotatedLayer
 from kvrail.values.layout import KVLayout
 
 
@@ -64,8 +66,8 @@ class LayerPages:
     def closed_tiles(self) -> dict[str, int]:
         """Kernels' constants: bytes of a closed page's tile of keys, and of both tiles; 0 where no page is closed.
 
-        CODE_BITS: bits of a value of fixed width, 0 in lossless pages, CODED in kvcomp pages; LEAD: open tokens before
-        the closed ones.
+        CODE_BITS: bits of a value of fixed width, 0 in lossless pages, CODED in kvcomp and ROTATED in rot3 pages; LEAD:
+        open tokens before the closed ones.
         """
         closed = self.closed
         sizes = (0, 0, 0, 0) if closed is None else (*closed.tiles, closed.code_bits, closed.lead)
@@ -142,7 +144,7 @@ class LosslessFormat(PlainFormat):
 
 
 class FixedFormat(PlainFormat):
-    """Plain pages, and beside them closed ones of `bits` bits a value."""
+    """Plain pages, and beside them closed ones of `bits` bits a value, or ROTATED ones."""
 
     def __init__(self, name: str, bits: int) -> None:
         self.name, self._bits = name, bits
@@ -155,7 +157,8 @@ class FixedFormat(PlainFormat):
         """Views of layer `index`. tensors: keys, values, closed pages."""
         keys, values, closed = tensors
         dims, page_size = (keys.shape[-1], values.shape[-1]), keys.shape[2]
-        return LayerPages(keys[index], values[index], closed=FixedLayer(closed[index], *dims, self._bits, page_size))
+        kind = RotatedLayer if self._bits == ROTATED else FixedLayer
+        return LayerPages(keys[index], values[index], closed=kind(closed[index], *dims, self._bits, page_size))
 
 
 class CodedFormat(PlainFormat):

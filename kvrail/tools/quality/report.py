@@ -43,7 +43,7 @@ def warnings(spreads: Sequence[float]) -> Iterator[str]:
         yield (
             f"warning: channels of the keys differ by more than {WIDE_SPREAD:.0f}x in layers"
             f" {', '.join(map(str, wide))}; worst is layer {worst} with {spreads[worst]:.1f}x: prefer codecs with a"
-            " scale a channel for keys, such as int4 or kvcomp, or pages of int8, int4 or kvcomp"
+            " scale a channel for keys, such as int4 or kvcomp, or lossy pages"
         )
 
 

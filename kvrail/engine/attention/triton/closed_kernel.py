@@ -7,6 +7,7 @@ from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_s
 from kvrail.engine.kv.fixed.open_kernel import SHRUNK, open_tile
 from kvrail.engine.kv.kvcomp.open_kernel import CODED, fetch_ahead, open_coded
 from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
+from kvrail.engine.kv.rotated.open_kernel import KEY_BITS, ROTATED, open_rotated
 
 
 @triton.jit
@@ -47,14 +48,14 @@ def closed_scores_of(
 ):
     """What scores_of computes, of a block of a closed page. pair: see pair_of; spare: spare units, of unit_bytes.
 
-    CODE_BITS: bits of a value of fixed width, or CODED, whose products are / SHRUNK, or 0 in lossless pages. In CODED
-    pages `spare` is the tables of codes.
+    CODE_BITS: bits of a value of fixed width, or CODED or ROTATED, whose products are / SHRUNK, or 0 in lossless pages.
+    In CODED pages `spare` is the tables of codes.
     """
     if CODE_BITS:
         if CODE_BITS == CODED:
             k = open_coded(pair, spare, True, KEY_DIM, BLOCK, ASSEMBLED)
         else:
-            k = open_tile(pair, CODE_BITS, KEY_DIM, BLOCK, ASSEMBLED)
+            k = open_tile(pair, KEY_BITS if CODE_BITS == ROTATED else CODE_BITS, KEY_DIM, BLOCK, ASSEMBLED)
         tl.static_assert(q.dtype == tl.bfloat16, "others have no room for values / SHRUNK")
         scale *= SHRUNK
     else:
@@ -89,6 +90,8 @@ def add_closed_block(
     )
     if CODE_BITS == CODED:
         v = open_coded(pair + KEY_TILE, spare, False, BLOCK, VALUE_DIM, ASSEMBLED)
+    elif CODE_BITS == ROTATED:
+        v = open_rotated(pair + KEY_TILE, VALUE_DIM, ASSEMBLED)
     elif CODE_BITS:
         v = open_tile(pair + KEY_TILE, CODE_BITS, BLOCK, VALUE_DIM, ASSEMBLED)
     else:

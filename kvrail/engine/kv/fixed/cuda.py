@@ -6,6 +6,7 @@ import torch
 import triton
 
 from kvrail.engine.kv.fixed.close_kernel import close_pages
+from kvrail.engine.kv.fixed.form import Tile
 from kvrail.engine.kv.fixed.open_kernel import open_pages
 from kvrail.engine.kv.fixed.pages import FixedPages
 
@@ -15,7 +16,7 @@ def close(
 ) -> None:
     """See `FixedPages.close`."""
     for pool, constants in _pools(closed, keys, values, sources):
-        close_pages[_grid(closed, sources)](
+        close_pages[grid_of(closed, sources)](
             pool.view(torch.int16),
             closed.pages,
             sources,
@@ -32,7 +33,7 @@ def open(
 ) -> None:
     """See `FixedPages.open`."""
     for pool, constants in _pools(closed, keys, values, sources):
-        open_pages[_grid(closed, sources)](
+        open_pages[grid_of(closed, sources)](
             closed.pages,
             pool,
             sources,
@@ -44,7 +45,8 @@ def open(
         )
 
 
-def _grid(closed: FixedPages, pages: torch.Tensor) -> tuple[int, int, int]:
+def grid_of(closed: FixedPages, pages: torch.Tensor) -> tuple[int, int, int]:
+    """A program for each head and block of these pages of each layer."""
     layers, _, heads, blocks, _ = closed.pages.shape
     return len(pages), heads * blocks, layers
 
@@ -52,11 +54,11 @@ def _grid(closed: FixedPages, pages: torch.Tensor) -> tuple[int, int, int]:
 def _pools(
     closed: FixedPages, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor
 ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Pools to launch a kernel for, with its constants. Nothing where there are no pages."""
+    """Pools to launch a kernel for, with its constants. Nothing where there are no pages, or tiles of another form."""
     (_, _, heads, blocks, both), key = closed.pages.shape, closed.tiles[0]
-    same = {"KV_HEADS": heads, "BLOCKS": blocks, "BOTH_TILES": both, "BITS": closed.bits}
+    same = {"KV_HEADS": heads, "BLOCKS": blocks, "BOTH_TILES": both}
     return [
-        (pool, {**same, "DIM": tile.dim, "KEYS": tile.keys, "BEGIN": 0 if tile.keys else key.bytes})
+        (pool, {**same, "DIM": tile.dim, "KEYS": tile.keys, "BITS": tile.bits, "BEGIN": 0 if tile.keys else key.bytes})
         for pool, tile in zip((keys, values), closed.tiles, strict=True)
-        if len(pages)
+        if len(pages) and isinstance(tile, Tile)
     ]

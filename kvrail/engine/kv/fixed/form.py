@@ -77,6 +77,11 @@ class Tile:
         """Bytes of the whole tile."""
         return self.steps + 4 * self.rows
 
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Where 16 bits say that the tile was refused, and by which number: the first scale."""
+        return self.steps, NO_SCALE
+
 
 def code_places(tile: Tile) -> npt.NDArray[np.int64]:
     """Index into a tile [64, dim] of each value, in the order of storage."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrail.engine.kv.fixed.form import NO_SCALE, WIDTHS, Tile, code_places, row_places
+from kvrail.engine.kv.fixed.form import Tile, code_places, row_places
 from kvrail.engine.kv.lossless.form import TOKENS, supports
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
@@ -52,18 +52,17 @@ class FixedPages:
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, bits: int, device: torch.device | str) -> None:
-        """bits: of a value, 4 or 8. Raises ConfigError where pages of `layout` have no such form."""
+        """bits: of a value, see WIDTHS. Raises ConfigError where pages of `layout` have no such form."""
         if why := unsupported(layout):
             raise ConfigError(why)
-        assert bits in WIDTHS
         self.layout, self.bits = layout, bits
         blocks = layout.page_size // TOKENS
         shape = (layout.num_layers, num_pages, layout.num_kv_heads, blocks, sum(tile.bytes for tile in self.tiles))
         self.pages = torch.zeros(shape, dtype=torch.uint8, device=device)
 
     @property
-    def tiles(self) -> tuple[Tile, Tile]:
-        """The form of a tile of keys, and of one of values."""
+    def tiles(self) -> tuple[Any, Any]:
+        """The form of a tile of keys, and of one of values: each a Tile here."""
         return tiles(self.layout, self.bits)
 
     def layer(self, index: int) -> FixedLayer:
@@ -87,7 +86,8 @@ class FixedPages:
         """
         self._kernels().close(self, keys, values, sources, targets)
         key, value = self.tiles
-        return refused_tiles(self.pages, (key.steps, key.bytes + value.steps), targets)
+        at, mark = value.mark
+        return refused_tiles(self.pages, (key.mark, (key.bytes + at, mark)), targets)
 
     def open(self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Open closed pages `sources` of all layers into plain pages `targets` of `keys` and `values`: see `close`."""
@@ -104,15 +104,16 @@ class FixedPages:
         return cpu
 
 
-def refused_tiles(pages: torch.Tensor, steps: Sequence[int], targets: torch.Tensor) -> torch.Tensor:
+def refused_tiles(pages: torch.Tensor, marks: Sequence[tuple[int, int]], targets: torch.Tensor) -> torch.Tensor:
     """How many tiles of each page of `targets` were refused: see `FixedPages.close`.
 
-    pages: uint8 [layers, num_pages, kv_heads, blocks, bytes]; steps: where those of keys and of values begin. Reads
-    these pages alone, by numbers that are on the device: an index that is a list would wait for all work before it.
+    pages: uint8 [layers, num_pages, kv_heads, blocks, bytes]; marks: of keys and of values, where 16 bits say so, and
+    by which number. Reads these pages alone, by numbers that are on the device: an index that is a list would wait for
+    all work before it.
     """
     words = pages.view(torch.int16)
-    scales = torch.stack([words[..., at // 2].index_select(1, targets) for at in steps])
-    return scales.eq(NO_SCALE).sum((0, 1, 3, 4))
+    found = [words[..., at // 2].index_select(1, targets).eq(mark) for at, mark in marks]
+    return torch.stack(found).sum((0, 1, 3, 4))
 
 
 def tiles(layout: KVLayout, bits: int) -> tuple[Tile, Tile]:
@@ -125,10 +126,11 @@ def unsupported(layout: KVLayout) -> str:
     for name, dim in (("keys", layout.key_dim), ("values", layout.value_dim)):
         if not supports(dim, layout.dtype):
             return (
-                f"{name} of {dim} {layout.dtype} a head have no int8 or int4 form: it is for bfloat16, multiples of 64"
+                f"{name} of {dim} {layout.dtype} a head have no int8, int4 or rot3 form: it is for bfloat16, multiples"
+                " of 64"
             )
     if layout.page_size % TOKENS:
-        return f"page_size {layout.page_size}: int8 and int4 pages hold multiples of {TOKENS} tokens"
+        return f"page_size {layout.page_size}: int8, int4 and rot3 pages hold multiples of {TOKENS} tokens"
     return ""
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrail.engine.kv.fixed.form import NO_SCALE
 from kvrail.engine.kv.fixed.pages import refused_tiles
 from kvrail.engine.kv.kvcomp.form import CODED, Pair, reading_tables, stream_places, writing_tables
 from kvrail.engine.kv.lossless.form import TOKENS, base_places, supports
@@ -83,7 +84,7 @@ class CodedPages:
     ) -> torch.Tensor:
         """Close full plain pages `sources` of all layers into pages `targets`: see `FixedPages.close`."""
         self._kernels().close(self, keys, values, sources, targets)
-        return refused_tiles(self.pages, (0, self.pair.parts[0].bytes), targets)
+        return refused_tiles(self.pages, [(0, NO_SCALE), (self.pair.parts[0].bytes, NO_SCALE)], targets)
 
     def open(self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Open closed pages `sources` of all layers into plain pages `targets` of `keys` and `values`: see `close`."""

@@ -1,0 +1,1 @@
+"""Tiles of values in two bits a value, behind a rotation of their channels."""
