@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulator.layouts [--speed h200] [--streams 8,16,32,64] [--rounds 10] [--rate 28,36,44]
 
-Closed streams: 1,024 tokens in and 128 out, one row after the other on the same workers, each with so many rounds; a
+Closed streams: 1,024 tokens in and 128 out, one row after the other on the same workers, each with this many rounds; a
 stream asks again when its request has ended. Poisson arrivals: 512 to 1,536 tokens in and 64 to 192 out, for a minute;
 what keeps 300 ms to the first token and 15 ms a token, of those that came after the first quarter.
 """
@@ -44,7 +44,7 @@ class Layout:
         self.jobs.append(self.simulation.ask(Request(when, prompt, output, key=key), len(self.jobs)))
 
     def closed(self, rows: Sequence[int], rounds: int) -> list[list[Job]]:
-        """The requests of each row of so many streams, one row after the other."""
+        """The requests of each row, one after the other; rows: numbers of streams."""
         begun, left, alive = [0], 0, 0
 
         def begin(when: float) -> None:
