@@ -30,7 +30,7 @@ def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
     inner = np.frombuffer(encoding.payloads[0], dtype=np.uint8)
     layout = parse_header(inner, pages.spec, (plans[0].whole, plans[1].whole))
     pieces = [inner[place].tobytes() for place in pieces_of(layout)]
-    raw, rests = (layout.keys.raw, layout.values.raw), []
+    raw, rests = (layout.parts[0].raw, layout.parts[1].raw), []
     for number, whole, plan in zip(SHOWN, raw, plans, strict=True):
         if not whole:
             fields = _read(np.frombuffer(pieces[number], dtype=np.uint8), plan, plan.field_bits)

@@ -10,19 +10,23 @@ codec, stage, parameters, shape and element type are in the frame's head (kvrail
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
+import torch
+
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.floats import FloatFormat
 
 ALIGNMENT = 16
 """Every section starts at a multiple of this."""
 _HEADER = struct.Struct("<5I12s")
 HEADER_BYTES = _HEADER.size
 
+Data = TypeVar("Data", Bytes, torch.Tensor)
 Raw = tuple[bool, bool]
 Counts = tuple[int, int, int, int]
 
@@ -49,6 +53,10 @@ class Section:
         """The byte after the last."""
         return self.offset + self.size
 
+    def of(self, data: Data) -> Data:
+        """What lies there in the tensor's part, `data`; a view."""
+        return data[self.offset : self.end]
+
 
 def sections_of(sizes: dict[str, int]) -> dict[str, Section]:
     """Sections of such sizes one after the other, each aligned."""
@@ -57,6 +65,11 @@ def sections_of(sizes: dict[str, int]) -> dict[str, Section]:
         sections[name] = Section(offset, size)
         offset += aligned(size)
     return sections
+
+
+def bytes_of(sections: Mapping[str, Section]) -> int:
+    """Bytes of sections, with their padding."""
+    return sum(aligned(section.size) for section in sections.values())
 
 
 def joined(pieces: Iterable[bytes]) -> bytes:
@@ -68,6 +81,12 @@ def pad(target: Bytes, end: int) -> int:
     """Zeros from `end` to the next section; where that begins."""
     target[end : aligned(end)] = 0
     return aligned(end)
+
+
+def pad_all(target: Bytes, sections: Mapping[str, Section]) -> None:
+    """Zeros between sections and after the last."""
+    for section in sections.values():
+        pad(target, section.end)
 
 
 def packed_header(raw: Raw, counts: Counts = (0, 0, 0, 0)) -> bytes:
@@ -83,6 +102,23 @@ def parsed_header(payload: Bytes) -> tuple[Raw, Counts]:
     if flags > 3 or any(end):
         raise CodecError(f"a payload's header has flags {flags} and ends in {end.hex()}; it has flags 0 to 3 and zeros")
     return (bool(flags & 1), bool(flags & 2)), (keys, more_keys, values, more_values)
+
+
+def check_minima(minima: Bytes, format: FloatFormat) -> None:
+    """Raise CodecError where a section of elements has one that is not finite."""
+    infinite = format.exponents - 1 << format.mantissa_bits
+    if (minima.view(f"<u{format.item_bytes}") & infinite == infinite).any():
+        raise CodecError("a payload has a minimum that is not finite")
+
+
+def check_scales(section: Bytes, end: int, least: int = 0) -> None:
+    """Raise CodecError where scales of 16 bits have other bits than those of 0 or of `least` to `end` - 1."""
+    scales = section.view("<u2")
+    wrong = scales >= end  # with a sign too
+    if least:
+        wrong |= (scales > 0) & (scales < least)
+    if wrong.any():
+        raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
 
 
 class PayloadPart(Protocol):
@@ -114,9 +150,13 @@ PartT = TypeVar("PartT", bound=PayloadPart)
 
 @dataclass(frozen=True)
 class PairLayout(Generic[PartT]):
-    """The layout of a payload: header, what is fixed of keys and of values, then what is variable of each."""
+    """The layout of a payload: header, what is fixed of keys and of values, scales, then what is variable of each.
+
+    scale_bytes: of keys' and values' scales together; 0 where elements have none.
+    """
 
     parts: tuple[PartT, PartT]
+    scale_bytes: int = 0
 
     @cached_property
     def offsets(self) -> tuple[int, int]:
@@ -124,9 +164,14 @@ class PairLayout(Generic[PartT]):
         return HEADER_BYTES, HEADER_BYTES + self.parts[0].fixed_bytes
 
     @cached_property
+    def scale_offset(self) -> int:
+        """Where the scales begin."""
+        return self.offsets[1] + self.parts[1].fixed_bytes
+
+    @cached_property
     def streams(self) -> tuple[int, int]:
         """Where what is variable begins."""
-        first = self.offsets[1] + self.parts[1].fixed_bytes
+        first = self.scale_offset + aligned(self.scale_bytes)
         return first, first + self.parts[0].variable_bytes
 
     @cached_property

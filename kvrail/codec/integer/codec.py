@@ -59,7 +59,7 @@ class IntegerEncoding:
         """What it came to, after `stages`; escapes: values of raw pages."""
         parts = self._layout.parts
         return EncodingStats(
-            sum(part.plan.pages * part.plan.page_values for part in parts),
+            sum(part.plan.values for part in parts),
             sum(part.raw_pages * part.plan.page_values for part in parts),
             sum(part.raw for part in parts),
         )
@@ -132,10 +132,8 @@ def _restored(source: Bytes, uploaded: torch.Tensor, part: Part, start: int, tai
     """Keys or values, on the device; source: the payload on the host, uploaded: the same on the device."""
     plan, fixed = part.plan, uploaded[start:]
     if part.raw:
-        return fixed[: plan.pages * plan.page_bytes].view(plan.dtype).view(plan.shape)
-    minima, scales, codes = (
-        fixed[plan.sections[name].offset : plan.sections[name].end] for name in ("minima", "scales", "codes")
-    )
+        return fixed[: plan.raw_bytes].view(plan.dtype).view(plan.shape)
+    minima, scales, codes = (plan.sections[name].of(fixed) for name in ("minima", "scales", "codes"))
     tensor = dequantise(
         minima.view(plan.dtype).view(plan.group_shape),
         scales.view(plan.scale_dtype).view(plan.group_shape),
@@ -155,7 +153,7 @@ def _complete(host: Bytes, layout: Layout) -> None:
     ends = []
     for part, start, tail in zip(layout.parts, layout.offsets, layout.streams, strict=True):
         if part.raw:
-            ends.append(start + part.plan.pages * part.plan.page_bytes)
+            ends.append(start + part.plan.raw_bytes)
         else:
             ends += [start + section.end for section in part.plan.sections.values()]
         ends.append(tail + part.raw_pages * part.plan.page_bytes)

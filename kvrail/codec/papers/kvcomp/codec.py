@@ -21,7 +21,7 @@ from kvrail.codec.core.gpu import record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
 from kvrail.codec.core.sections import joined
 from kvrail.codec.papers.kvcomp.format import BLOCK_CODE, CHANNEL_CODE, FORMATS, KVCompCode
-from kvrail.codec.papers.kvcomp.payload import Layout, Part, escapes_of, parse, plans_of, section
+from kvrail.codec.papers.kvcomp.payload import Layout, Part, escapes_of, parse, plans_of
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
 from kvrail.codec.papers.kvcomp.torch_ops import dequantise, quantise
 
@@ -155,7 +155,7 @@ def _restored(part: Part, fixed: Bytes, stream: Bytes, device: torch.device) -> 
 
     symbols = host_memory(plan.values, device)
     symbols_of(fixed, stream, part, symbols.numpy())
-    minima, scales = (to_device(section(fixed, plan, name), device) for name in ("minima", "scales"))
+    minima, scales = (to_device(plan.sections[name].of(fixed), device) for name in ("minima", "scales"))
     tensor = dequantise(
         minima.view(plan.dtype).view(plan.unit_shape),
         scales.view(torch.bfloat16).view(plan.unit_shape),

@@ -9,7 +9,7 @@ from kvrail.codec.base import EncodingStats, PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, gather, on_threads, scatter
-from kvrail.codec.core.sections import HEADER_BYTES, pad
+from kvrail.codec.core.sections import HEADER_BYTES, pad, pad_all
 from kvrail.codec.papers.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
 from kvrail.codec.papers.lynx.cpu_kernels import decode_pages, encode_pages
 from kvrail.codec.papers.lynx.payload import (
@@ -20,7 +20,6 @@ from kvrail.codec.papers.lynx.payload import (
     Part,
     escapes_of,
     places_of,
-    section,
     travels_raw,
 )
 from kvrail.codec.papers.lynx.plan import Coding, TensorPlan, geometry_of, stages_of
@@ -106,8 +105,7 @@ class _Coded:
         coded = cls(layout, buffers.take(layout.size))
         coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
         for tensor, plan in enumerate(plans):
-            for part in plan.sections[stage].values():
-                pad(coded.fixed(tensor), part.end)
+            pad_all(coded.fixed(tensor), plan.sections[stage])
         return coded
 
     def fixed(self, tensor: int) -> Bytes:
@@ -133,7 +131,7 @@ def _encode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, anchors: Bytes
 
     on_threads(encode_range, plan.pages, plan.raw_bytes)
     for name in plan.sections[RESIDUAL].keys() - {"codes"}:
-        section(residuals, plan, RESIDUAL, name)[:] = section(anchors, plan, ANCHOR, name)
+        plan.sections[RESIDUAL][name].of(residuals)[:] = plan.sections[ANCHOR][name].of(anchors)
 
 
 def _decode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, fixed: Sequence[Bytes]) -> None:
@@ -159,9 +157,8 @@ def _encode_exact(
     if plan.raw:
         return Part(plan, EXACT), fixed, []
     for name in {"scales", "widths"} & plan.sections[EXACT].keys():
-        section(fixed, plan, EXACT, name)[:] = section(coded[RESIDUAL], plan, RESIDUAL, name)
-    for each in plan.sections[EXACT].values():
-        pad(fixed, each.end)
+        plan.sections[EXACT][name].of(fixed)[:] = plan.sections[RESIDUAL][name].of(coded[RESIDUAL])
+    pad_all(fixed, plan.sections[EXACT])
     refined = np.empty((plan.num_layers, plan.num_pages, pool.shape[2]), dtype=np.uint8)
     _decode_tensor(refined, np.arange(plan.num_pages), plan, coded)
     found = on_threads(
@@ -221,7 +218,7 @@ def _join_exact(streams: Sequence[tuple[Part, Bytes, list[_Stream]]], pools: Seq
 def _decode_exact(pool: Bytes, page_ids: Ints, part: Part, fixed: Bytes, stream: Bytes) -> None:
     """Restore the elements of one tensor in its pages, where they lie refined."""
     plan = part.plan
-    ends = np.cumsum(section(fixed, plan, EXACT, "lengths").view("<u4"), dtype=np.int64)
+    ends = np.cumsum(plan.sections[EXACT]["lengths"].of(fixed).view("<u4"), dtype=np.int64)
 
     def decode_range(first: int, last: int) -> None:
         tile = first * plan.tiles_per_page

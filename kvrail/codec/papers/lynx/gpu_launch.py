@@ -151,8 +151,7 @@ def launch_exact_encode(
 ) -> None:
     """Launch stage EXACT of one tensor; dense: its fixed sections of the stages before."""
     for name in {"scales", "widths"} & plan.sections[EXACT].keys():
-        where, source = plan.sections[EXACT][name], plan.sections[RESIDUAL][name]
-        buffers.dense[where.offset : where.end] = dense[RESIDUAL][source.offset : source.end]
+        plan.sections[EXACT][name].of(buffers.dense).copy_(plan.sections[RESIDUAL][name].of(dense[RESIDUAL]))
     refined = torch.empty((plan.num_layers, plan.num_pages, pool.shape[2]), dtype=torch.uint8, device=pool.device)
     places = torch.arange(plan.num_pages, device=pool.device)
     launch_decode([refined, refined], places, [plan, _nothing_of(plan)], [[part, part] for part in dense])
@@ -183,8 +182,7 @@ def launch_exact_decode(
 
 def _ends(dense: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
     """Words up to the last of each tile, int64 [tiles]."""
-    where = plan.sections[EXACT]["lengths"]
-    return dense[where.offset : where.end].view(torch.int32).cumsum(0, dtype=torch.int64)
+    return plan.sections[EXACT]["lengths"].of(dense).view(torch.int32).cumsum(0, dtype=torch.int64)
 
 
 def _nothing_of(plan: TensorPlan) -> TensorPlan:

@@ -8,14 +8,15 @@ import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.sections import PairLayout, aligned, parsed_header
-from kvrail.codec.papers.lynx.format import FORMATS, TINY, LynxCode
+from kvrail.codec.core.plans import matrices
+from kvrail.codec.core.sections import PairLayout, aligned, check_minima, check_scales, parsed_header
+from kvrail.codec.papers.lynx.format import TINY, LynxCode
 from kvrail.codec.papers.lynx.plan import TensorPlan
 
 ANCHOR, RESIDUAL, EXACT = range(3)
 """The stages."""
 _LEAST_SCALE = int(np.float32(TINY).view(np.uint32)) >> 16
-_LARGEST_SCALE = 0x7F7F
+_INFINITY = 0x7F80
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,7 @@ def variable_bytes(plan: TensorPlan, words: int, escapes: int) -> int:
 @lru_cache(maxsize=256)
 def plans_of(spec: BlockSpec, code: LynxCode) -> tuple[TensorPlan, TensorPlan]:
     """Plans of keys and values."""
-    shape = (FORMATS[spec.dtype], code, spec.num_layers, spec.num_pages, spec.page_size)
-    return (
-        TensorPlan(*shape, spec.num_kv_heads * spec.key_dim),
-        TensorPlan(*shape, spec.num_kv_heads * spec.value_dim),
-    )
+    return matrices(TensorPlan, spec, code)
 
 
 def travels_raw(plan: TensorPlan, words: int, escapes: int) -> bool:
@@ -87,16 +84,10 @@ def parse_both(anchors: Bytes, residuals: Bytes, spec: BlockSpec, code: LynxCode
     layouts = parse(anchors, spec, code, ANCHOR), parse(residuals, spec, code, RESIDUAL)
     for part, start, other in zip(layouts[ANCHOR].parts, *(layout.offsets for layout in layouts), strict=True):
         for name in part.plan.sections[RESIDUAL].keys() - {"codes"}:
-            first = section(anchors[start:], part.plan, ANCHOR, name)
-            if not np.array_equal(first, section(residuals[other:], part.plan, RESIDUAL, name)):
+            first = part.plan.sections[ANCHOR][name].of(anchors[start:])
+            if not np.array_equal(first, part.plan.sections[RESIDUAL][name].of(residuals[other:])):
                 raise CodecError(f"the first two stages have other {name}: they are of other blocks")
     return layouts
-
-
-def section(dense: Bytes, plan: TensorPlan, stage: int, name: str) -> Bytes:
-    """A view of one section of the fixed sections of a tensor's part of a stage."""
-    where = plan.sections[stage][name]
-    return dense[where.offset : where.end]
 
 
 def escapes_of(stream: Bytes, part: Part) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.unsignedinteger]]:
@@ -137,24 +128,18 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -
 
 def _check_sections(dense: Bytes, part: Part) -> None:
     """Check that what describes chunks and tiles is what an encoder can have written."""
-    plan, stage = part.plan, part.stage
-    sections = plan.sections[stage]
+    plan = part.plan
+    sections = plan.sections[part.stage]
     if "scales" in sections:
-        scales = section(dense, plan, stage, "scales").view("<u2")
-        wrong = (scales > _LARGEST_SCALE) | ((scales > 0) & (scales < _LEAST_SCALE))
-        if wrong.any():
-            raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
+        check_scales(sections["scales"].of(dense), _INFINITY, _LEAST_SCALE)
     if "minima" in sections:
-        minima = section(dense, plan, stage, "minima").view(f"<u{plan.format.item_bytes}")
-        infinite = (1 << plan.format.exponent_bits) - 1
-        if (minima >> plan.format.mantissa_bits & infinite == infinite).any():
-            raise CodecError("a payload has a minimum that is not finite")
+        check_minima(sections["minima"].of(dense), plan.format)
     if "lows" in sections:
-        ends = section(dense, plan, stage, "lows").astype(np.uint16) + section(dense, plan, stage, "widths")
+        ends = sections["lows"].of(dense).astype(np.uint16) + sections["widths"].of(dense)
         if (ends > 255).any():
             raise CodecError(f"a payload has a chunk that ends at {ends.max()} of 255")
     if "lengths" in sections:
-        words = int(section(dense, plan, stage, "lengths").view("<u4").sum(dtype=np.int64))
+        words = int(sections["lengths"].of(dense).view("<u4").sum(dtype=np.int64))
         if words != part.words:
             raise CodecError(f"tiles have {words} words; the header says {part.words}")
 

@@ -37,14 +37,14 @@ def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
         extensions = sum(each.extensions.size for each in found or ())
         parts.append(Part(plan, found is None, records, extensions))
         escapes.append(found or [])
-        offset += parts[-1].dense_bytes
+        offset += parts[-1].fixed_bytes
     for pool in pools[2:]:
         offset = gather(pool, page_ids, memory, offset)
     offset = pad(memory, offset)
     for found in escapes:
         offset = pad(memory, append(memory, offset, [each.records for each in found]))
         offset = pad(memory, append(memory, offset, [each.extensions for each in found]))
-    layout = Layout(parts[0], parts[1], scale_bytes)
+    layout = Layout((parts[0], parts[1]), scale_bytes)
     memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
     return CpuEncoding([memory.data[: layout.size]], stats_of(parts))
 
@@ -67,11 +67,11 @@ def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], cod
     """Write the one payload into `out`. Raises CodecError, with `out` untouched, where a pool is not contiguous."""
     (payload,), (layout,) = payloads, layouts
     pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
-    for number, (part, start) in enumerate(zip(layout.parts, layout.dense_offsets, strict=True)):
+    for number, (part, start) in enumerate(zip(layout.parts, layout.offsets, strict=True)):
         if part.raw:
             scatter(pools[number], page_ids, payload[start : start + part.plan.raw_bytes])
         else:
-            left = payload[layout.escape_offsets[number] :]
+            left = payload[layout.streams[number] :]
             _decode_tensor(payload[start:], left, part, coding.tops[number], pools[number], page_ids)
     offset, size = layout.scale_offset, layout.scale_bytes // 2
     for pool in pools[2:]:

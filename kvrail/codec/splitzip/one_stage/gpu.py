@@ -28,7 +28,7 @@ def encode(pages: PagedBlock, coding: Coding) -> GpuEncoding:
 
 def _layout(scale_bytes: int, parts: list[Part]) -> Layout:
     """The payload's layout, given what became of keys and values."""
-    return Layout(parts[0], parts[1], scale_bytes)
+    return Layout((parts[0], parts[1]), scale_bytes)
 
 
 def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], coding: Coding, out: PagedBlock) -> None:

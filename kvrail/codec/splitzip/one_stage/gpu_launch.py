@@ -45,12 +45,12 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
 def launch_decode(payload: torch.Tensor, layout: Layout, table: torch.Tensor, out: PagedBlock) -> None:
     """Launch the decoding of a payload, uint8 on the pool's device, into `out`. Every record must lie on a value."""
     pools, index = byte_pools(out), table[: len(out.page_ids)]
-    plans = layout.keys.plan, layout.values.plan
+    plans = layout.parts[0].plan, layout.parts[1].plan
     tiles = [0 if part.raw else part.plan.tiles for part in layout.parts]
     inputs = []
-    for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+    for part, dense, escapes in zip(layout.parts, layout.offsets, layout.streams, strict=True):
         records = payload[escapes : escapes + 2 * part.records].view(torch.uint16)
-        extensions = payload[escapes + part.escape_bytes - aligned(part.extensions) :]
+        extensions = payload[escapes + part.variable_bytes - aligned(part.extensions) :]
         inputs.append((payload[dense:], records, extensions))
     if sum(tiles):
         launch_tiles(decode_kernel, TUNING.decode_words, out, pools, plans, tiles, table, inputs)

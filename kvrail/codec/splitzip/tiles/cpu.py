@@ -9,9 +9,9 @@ import numpy.typing as npt
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.cpu import on_threads
-from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.sections import aligned, pad_all
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
-from kvrail.codec.splitzip.tiles.payload import Part, pad_sections, tile_escapes, travels_raw, write_groups
+from kvrail.codec.splitzip.tiles.payload import Part, tile_escapes, travels_raw, write_groups
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 
@@ -56,7 +56,7 @@ def encode_on_threads(plan: TensorPlan, dense: Bytes, encode_range: TileEncoder)
     extensions = sum(each.extensions.size for each in escapes)
     if len(escapes) < len(found) or travels_raw(plan, records, extensions):
         return None
-    pad_sections(plan, dense)
+    pad_all(dense, plan.sections)
     write_groups(dense, plan)
     return escapes
 

@@ -74,7 +74,7 @@ class GpuEncoding:
             raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
             parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
         layout = self._layout_of(parts)
-        again = layout.keys.raw or layout.values.raw or layout.size > self._host.numel()
+        again = any(part.raw for part in layout.parts) or layout.size > self._host.numel()
         if layout.size > self._host.numel():
             self._host = host_memory(layout.size, self._pages.device)
         with torch.cuda.stream(copy_stream(self._pages.device)):
@@ -93,13 +93,13 @@ class GpuEncoding:
         assert self._buffers is not None
         index = self._table[: len(self._pages.page_ids)]
         pools, dense = byte_pools(self._pages), self._buffers.dense(self._plans)
-        for part, pool, coded, offset in zip(layout.parts, pools, dense, layout.dense_offsets, strict=False):
+        for part, pool, coded, offset in zip(layout.parts, pools, dense, layout.offsets, strict=False):
             self._copy(pool.index_select(1, index).flatten() if part.raw else coded, offset)
         self._copy(self._buffers.scales(self._plans), layout.scale_offset)
 
     def _copy_escapes(self, layout: Layout) -> None:
         assert self._buffers is not None
-        for part, slots, offset in zip(layout.parts, self._buffers.slots, layout.escape_offsets, strict=True):
+        for part, slots, offset in zip(layout.parts, self._buffers.slots, layout.streams, strict=True):
             self._copy(slots.packed_records[: part.records].view(torch.uint8), offset)
             self._copy(slots.packed_extensions[: part.extensions], offset + aligned(2 * part.records))
 
@@ -109,7 +109,7 @@ class GpuEncoding:
     def _clear_gaps(self, layout: Layout) -> None:
         """Write the zeros between sections."""
         ends = [layout.scale_offset + layout.scale_bytes]
-        for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+        for part, dense, escapes in zip(layout.parts, layout.offsets, layout.streams, strict=True):
             if part.raw:
                 ends.append(dense + part.plan.raw_bytes)
             else:

@@ -134,7 +134,7 @@ def gather_scales(pools: list[torch.Tensor], table: torch.Tensor, scales: torch.
 
 def place_whole(payload: torch.Tensor, layout: Layout, pools: list[torch.Tensor], index: torch.Tensor) -> None:
     """Copy what a payload brings as it is into the pages `index`: scales, and keys or values that travel raw."""
-    starts = [(dense, part.plan.raw_bytes) for dense, part in zip(layout.dense_offsets, layout.parts, strict=True)]
+    starts = [(dense, part.plan.raw_bytes) for dense, part in zip(layout.offsets, layout.parts, strict=True)]
     half = layout.scale_bytes // 2
     starts += [(layout.scale_offset, half), (layout.scale_offset + half, half)]
     for number, (pool, (start, size)) in enumerate(zip(pools, starts, strict=False)):
@@ -184,7 +184,7 @@ def launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: Encode
     programs = [max(1, -(-each // run)) for each, run in zip(tiles, runs, strict=True)]
     tensors = []
     for plan, each, part, slots in zip(plans, tiles, dense, buffers.slots, strict=True):
-        counts, offsets = (_section(part, plan, name) if each else part for name in ("counts", "groups"))
+        counts, offsets = (plan.sections[name].of(part) if each else part for name in ("counts", "groups"))
         packed = slots.packed_records, slots.packed_extensions
         tensors.append(
             (counts.view(torch.uint16), offsets.view(torch.uint32), slots.records, slots.extensions, *packed)
@@ -199,8 +199,3 @@ def launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: Encode
         TUNING.pack_tiles, TUNING.pack_records,
         num_warps=TUNING.pack_warps,
     )  # fmt: skip
-
-
-def _section(dense: torch.Tensor, plan: TensorPlan, name: str) -> torch.Tensor:
-    where = plan.sections[name]
-    return dense[where.offset : where.end]
