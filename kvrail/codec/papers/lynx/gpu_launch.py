@@ -51,6 +51,36 @@ class Geometry(NamedTuple):
     PADDED: bool
 
 
+class ExactGeometry(NamedTuple):
+    """What a kernel of stage EXACT is compiled for; kernels call it G, as a constant.
+
+    ROWS_PADDED, WIDTH: rows and columns of a tile, up to a power of two. The others as of Geometry and TensorPlan.
+    """
+
+    MANTISSA_BITS: int
+    ROWS: int
+    ROWS_PADDED: int
+    ROWS_IN_CHUNK: int
+    ALL_CHUNKS: int
+    COLUMNS: int
+    TILE_COLUMNS: int
+    WIDTH: int
+
+    @classmethod
+    def of(cls, plan: TensorPlan) -> Self:
+        """Of keys, or of values."""
+        return cls(
+            MANTISSA_BITS=plan.format.mantissa_bits,
+            ROWS=plan.rows,
+            ROWS_PADDED=next_power_of_2(plan.rows),
+            ROWS_IN_CHUNK=plan.code.chunk,
+            ALL_CHUNKS=plan.chunks,
+            COLUMNS=plan.columns,
+            TILE_COLUMNS=plan.tile_columns,
+            WIDTH=next_power_of_2(plan.tile_columns),
+        )
+
+
 def geometries_of(plans: Sequence[TensorPlan], alignment: int) -> list[Geometry]:
     """Geometries of keys and of values; alignment: as of Geometry. Both have the same LANES: the most that fit both."""
     whole = plans[0].format.item_bytes == 2 and alignment % 8 == 0 and not any(plan.columns % 4 for plan in plans)
@@ -156,15 +186,15 @@ def launch_exact_encode(
     places = torch.arange(plan.num_pages, device=pool.device)
     launch_decode([refined, refined], places, [plan, _nothing_of(plan)], [[part, part] for part in dense])
     item = torch.uint32 if plan.format.item_bytes == 4 else torch.uint16
-    constants = _exact_constants(plan)
+    geometry = ExactGeometry.of(plan)
     reach = float(plan.code.reach)
     numbers = refined.view(item), plan.num_pages, plan.pages, buffers.dense
-    lengths_kernel[(plan.tiles,)](*numbers, reach, **constants, num_warps=EXACT_WARPS, enable_fp_fusion=False)
+    lengths_kernel[(plan.tiles,)](*numbers, reach, geometry, num_warps=EXACT_WARPS, enable_fp_fusion=False)
     ends = _ends(buffers.dense, plan)
     buffers.totals[0] = ends[-1]
     exact_encode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, *numbers, ends, reach, buffers.words, buffers.totals[1:],
-        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=alignment_of([pool]), **constants,
+        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=alignment_of([pool]), G=geometry,
         num_warps=EXACT_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -175,7 +205,7 @@ def launch_exact_decode(
     """Launch the decoding of stage EXACT of one tensor, but for its escapes; words: int32, its stream."""
     exact_decode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, plan.num_pages, plan.pages, dense, _ends(dense, plan),
-        float(plan.code.reach), words, ALIGNMENT=alignment_of([pool]), **_exact_constants(plan), num_warps=EXACT_WARPS,
+        float(plan.code.reach), words, ALIGNMENT=alignment_of([pool]), G=ExactGeometry.of(plan), num_warps=EXACT_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -188,19 +218,6 @@ def _ends(dense: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
 def _nothing_of(plan: TensorPlan) -> TensorPlan:
     """A plan of no pages, for launches that have but one tensor."""
     return replace(plan, num_layers=0)
-
-
-def _exact_constants(plan: TensorPlan) -> dict[str, int]:
-    return {
-        "MANTISSA_BITS": plan.format.mantissa_bits,
-        "ROWS": plan.rows,
-        "ROWS_PADDED": next_power_of_2(plan.rows),
-        "ROWS_IN_CHUNK": plan.code.chunk,
-        "ALL_CHUNKS": plan.chunks,
-        "COLUMNS": plan.columns,
-        "TILE_COLUMNS": plan.tile_columns,
-        "WIDTH": next_power_of_2(plan.tile_columns),
-    }
 
 
 def _launch(

@@ -21,23 +21,15 @@ def aligned(size):
 
 
 @triton.jit
-def sections_of(
-    base,
-    pages,
-    MANTISSA_BITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    STAGE: tl.constexpr,
-    CURVED: tl.constexpr,
-):
+def sections_of(base, pages, STAGE: tl.constexpr, CURVED: tl.constexpr, G: tl.constexpr):
     """Pointers to a stage's scales, widths, minima, lows and codes, and to what follows the metadata of EXACT.
 
-    One that the stage does not have points to another section.
+    One that the stage does not have points to another section. G: of what the kernel is compiled for.
     """
-    ITEM: tl.constexpr = 4 if MANTISSA_BITS == 23 else 2
-    channels = pages.to(tl.int64) * COLUMNS
+    ITEM: tl.constexpr = 4 if G.MANTISSA_BITS == 23 else 2
+    channels = pages.to(tl.int64) * G.COLUMNS
     minima_bytes, scales_bytes = aligned(channels * ITEM), aligned(channels * 2)
-    chunk_bytes = aligned(channels * CHUNKS) if CHUNKS > 1 else aligned(channels * 0)
+    chunk_bytes = aligned(channels * G.ALL_CHUNKS) if G.ALL_CHUNKS > 1 else aligned(channels * 0)
     if STAGE == 0:
         minima = base
         scales = minima + minima_bytes

@@ -46,11 +46,11 @@ def _escaped_values(
     far = (record >> G.POSITION_BITS) + (beyond << (16 - G.POSITION_BITS))
     j8 = record & ((1 << G.POSITION_BITS) - 1)
     j, segment = j8 >> 3, j8 & 7
-    offset, column = values_at(j, 0, segment, tile % G.PER_PAGE, G.SEGMENT_ROWS, G.COLUMNS, G.WIDTH, G.HALVES, 1)
+    offset, column = values_at(j, segment, tile % G.PER_PAGE, G)
     significand = fields_at(dense, tile, tiles, j, segment, live, 1 + G.MANTISSA_BITS, G.SEGMENT_ROWS * G.WIDTH)
     top = fixed_top
     if G.HALVES == 2:
-        top = column_tops(tops, drops, tile, column, live, G.WIDTH)
+        top = column_tops(tops, drops, tile, column, live, G)
     exponent = (top - (1 << G.CODE_BITS) - far) & EXPONENTS
     sign = (significand >> G.MANTISSA_BITS) << (G.EXPONENT_BITS + G.MANTISSA_BITS)
     return offset, sign | (exponent << G.MANTISSA_BITS) | (significand & ((1 << G.MANTISSA_BITS) - 1))
@@ -76,16 +76,14 @@ def _decode_tile(
     PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
     EXPONENTS: tl.constexpr = (1 << G.EXPONENT_BITS) - 1
     HALF_VALUES: tl.constexpr = (G.WIDTH + 1) // 2
-    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G)
     words = pointer_to(page, G.ITEM_BYTES * G.LANES)
-    index, first, inside, real = words_of(
-        tile % G.PER_PAGE, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, G.HALVES, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
-    )
+    index, first, inside, real = words_of(tile % G.PER_PAGE, G)
     significands, codes = load_planes(
         dense, tile, tiles, index, inside, 1 + G.MANTISSA_BITS, SEGMENT, G.PADDED, G.LANES
     )
     distances, tops = load_planes(codes, tile, tiles, index, inside, G.CODE_BITS, SEGMENT, G.PADDED, G.LANES)
-    tops, drops, counts = sections_after(codes, tiles, G.CODE_BITS, SEGMENT, G.WIDTH, G.HALVES)
+    tops, drops, counts = sections_after(codes, tiles, SEGMENT, G)
     groups = (counts + aligned(tiles.to(tl.int64) * 2)).to(tl.pointer_type(tl.uint32))
     count, wide, records, extensions = records_of(
         tile, counts.to(tl.pointer_type(tl.uint16)), groups, records, extensions

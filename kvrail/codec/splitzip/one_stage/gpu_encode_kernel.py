@@ -32,34 +32,26 @@ from kvrail.codec.splitzip.tiles.gpu_tile_kernels import (
 
 
 @triton.jit
-def _significand(word, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, LANES: tl.constexpr):
-    mantissa = word & replicated((1 << MANTISSA_BITS) - 1, LANES)
-    return mantissa | ((word >> EXPONENT_BITS) & replicated(1 << MANTISSA_BITS, LANES))
+def _significand(word, G: tl.constexpr):
+    mantissa = word & replicated((1 << G.MANTISSA_BITS) - 1, G.LANES)
+    return mantissa | ((word >> G.EXPONENT_BITS) & replicated(1 << G.MANTISSA_BITS, G.LANES))
 
 
 @triton.jit
-def distance_of(
-    word,
-    top,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    HALVES: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def distance_of(word, top, G: tl.constexpr):
     """How far below their tops exponents lie, in the low CODE_BITS of lanes; bit EXPONENT_BITS: beyond the window.
 
     Bits between, and above the latter, are undefined.
     """
-    EXPONENTS: tl.constexpr = ((1 << EXPONENT_BITS) - 1) << MANTISSA_BITS
-    BEYOND: tl.constexpr = ((1 << EXPONENT_BITS) - (1 << CODE_BITS)) << MANTISSA_BITS
-    exponents = word & replicated(EXPONENTS, LANES)
-    if HALVES == 2:  # no exponent is above its column's top, so that no lane borrows
-        distance = (top << MANTISSA_BITS) + replicated(BEYOND, LANES) - exponents
+    EXPONENTS: tl.constexpr = ((1 << G.EXPONENT_BITS) - 1) << G.MANTISSA_BITS
+    BEYOND: tl.constexpr = ((1 << G.EXPONENT_BITS) - (1 << G.CODE_BITS)) << G.MANTISSA_BITS
+    exponents = word & replicated(EXPONENTS, G.LANES)
+    if G.HALVES == 2:  # no exponent is above its column's top, so that no lane borrows
+        distance = (top << G.MANTISSA_BITS) + replicated(BEYOND, G.LANES) - exponents
     else:
-        distance = (top << MANTISSA_BITS) + replicated(EXPONENTS + (1 << MANTISSA_BITS), LANES) - exponents
-        distance = (distance & replicated(EXPONENTS, LANES)) + replicated(BEYOND, LANES)
-    return distance >> MANTISSA_BITS  # beyond the window the sum has carried
+        distance = (top << G.MANTISSA_BITS) + replicated(EXPONENTS + (1 << G.MANTISSA_BITS), G.LANES) - exponents
+        distance = (distance & replicated(EXPONENTS, G.LANES)) + replicated(BEYOND, G.LANES)
+    return distance >> G.MANTISSA_BITS  # beyond the window the sum has carried
 
 
 @triton.jit
@@ -82,28 +74,26 @@ def _encode_tile(
     PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
     ROW: tl.constexpr = min(8 // G.LANES, G.HALF_PADDED)
     number = tile % G.PER_PAGE
-    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G)
     words = pointer_to(page, G.ITEM_BYTES * G.LANES)
-    index, first, inside, real = words_of(
-        number, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, G.HALVES, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
-    )
+    index, first, inside, real = words_of(number, G)
     index, first, inside, real = halves_first(index), halves_first(first), halves_first(inside), halves_first(real)
     x = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
         x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, G.PADDED),)
     fields = ()
     for s in tl.static_range(8):
-        fields += (_significand(x[s], G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES),)
+        fields += (_significand(x[s], G),)
     codes = store_planes(fields, dense, tile, tiles, index, inside, 1 + G.MANTISSA_BITS, SEGMENT, G.PADDED, G.LANES)
-    tops, drops, counts = sections_after(codes, tiles, G.CODE_BITS, SEGMENT, G.WIDTH, G.HALVES)
+    tops, drops, counts = sections_after(codes, tiles, SEGMENT, G)
     if G.HALVES == 2:
-        top = channel_tops(x, tops, drops, tile, G.WIDTH, G.HALF_PADDED, G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES)
+        top = channel_tops(x, tops, drops, tile, G)
     else:
         top = replicated(tl.load(fixed_tops + layer).to(tl.uint32), G.LANES)
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
-        distance = distance_of(x[s], top, G.EXPONENT_BITS, G.MANTISSA_BITS, G.CODE_BITS, G.HALVES, G.LANES)
+        distance = distance_of(x[s], top, G)
         if G.PADDED:
             distance = tl.where(real & (first + s * STEP < PAGE_WORDS), distance, 0)
         escaped += ((distance >> G.EXPONENT_BITS) & replicated(1, G.LANES)) * (1 << s)
@@ -111,9 +101,8 @@ def _encode_tile(
     store_planes(fields, codes, tile, tiles, index, inside, G.CODE_BITS, SEGMENT, G.PADDED, G.LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = store_escapes(
-        escaped, index, first, top, pointer_to(page, G.ITEM_BYTES), records + slot, extensions + slot,
-        1 << G.CODE_BITS, G.POSITION_BITS, G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES, STEP, ROW,
-    )  # fmt: skip
+        escaped, index, first, top, pointer_to(page, G.ITEM_BYTES), records + slot, extensions + slot, STEP, ROW, G
+    )
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 
 

@@ -72,11 +72,9 @@ def _complete_tile(tile, tiles, pool, layer_stride, page_stride, pages, num_page
     PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
     REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
     HIGH: tl.constexpr = (1 << (8 * G.ITEM_BYTES)) - (1 << REST_BITS)
-    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G)
     words = pointer_to(page, G.ITEM_BYTES * G.LANES)
-    index, first, inside, real = words_of(
-        tile % G.PER_PAGE, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, G.HALVES, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
-    )
+    index, first, inside, real = words_of(tile % G.PER_PAGE, G)
     planes, _ = load_planes(rest, tile, tiles, index, inside, REST_BITS, SEGMENT, G.PADDED, G.LANES)
     coarse = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
