@@ -10,9 +10,9 @@ lengths and, once their sums are known, of the words.
 import triton
 import triton.language as tl
 
+from kvrail.codec.core.gpu_word_kernels import pointer_to
 from kvrail.codec.papers.lynx.gpu_word_kernels import (
     chunks_of,
-    elements_at,
     load_numbers,
     place_of,
     rounded,
@@ -145,7 +145,7 @@ def exact_encode_kernel(
     near = refined + number.to(tl.int64) * (G.ROWS * G.COLUMNS)
     low, span, bits = _intervals(near, where, real, row, column, number, pages, dense, reach, G)
     _, _, page = place_of(number, pool, layer_stride, page_stride, table, num_pages, 1, ALIGNMENT)
-    page = elements_at(page, G.MANTISSA_BITS)
+    page = pointer_to(page, 4 if G.MANTISSA_BITS == 23 else 2)
     found = tl.load(page + where, mask=real, other=0)
     code = _ordered(found, G.MANTISSA_BITS) - low
     escaped = real & ((code < 0) | (code > span))
@@ -194,7 +194,7 @@ def exact_decode_kernel(
     """As exact_encode_kernel, the other way, in place. What a tile's words do not reach is read as zeros."""
     tile, number, row, column, where, real = _tile_of(G)
     _, _, page = place_of(number, pool, layer_stride, page_stride, table, num_pages, 1, ALIGNMENT)
-    page = elements_at(page, G.MANTISSA_BITS)
+    page = pointer_to(page, 4 if G.MANTISSA_BITS == 23 else 2)
     low, _, bits = _intervals(page, where, real, row, column, number, pages, dense, reach, G)
     place = _ahead_of(bits)
     length = tl.load(_lengths_of(dense, pages, G) + tile).to(tl.int64)

@@ -7,7 +7,7 @@ a tensor. No kernel is compiled again for another number of layers or pages.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from kvrail.codec.core.gpu import alignment_of, next_power_of_2
 from kvrail.codec.papers.lynx.format import LynxCode
 from kvrail.codec.papers.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
-from kvrail.codec.papers.lynx.gpu_kernels import decode_kernel, encode_kernel
+from kvrail.codec.papers.lynx.gpu_kernels import pages_kernel
 from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL
 from kvrail.codec.papers.lynx.plan import TensorPlan
 
@@ -160,7 +160,7 @@ def launch_encode(
     """
     # One warp finds the extremes of columns without shared memory; what needs more registers a value has two.
     warps = 1 if plans[0].format.item_bytes == 2 and not plans[0].code.curved else WARPS
-    _launch(encode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[RESIDUAL]], {"num_warps": warps})
+    _launch(pools, table, plans, [*dense[ANCHOR], *dense[RESIDUAL]], ENCODES=True, STAGE=RESIDUAL, num_warps=warps)
 
 
 def launch_decode(
@@ -173,7 +173,7 @@ def launch_decode(
     stage = len(dense) - 1
     # What needs more registers a value has more warps for them: both stages at once, and the tables of a curved map.
     warps = 2 * WARPS if stage == RESIDUAL or plans[0].code.curved else WARPS
-    _launch(decode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[stage]], {"STAGE": stage, "num_warps": warps})
+    _launch(pools, table, plans, [*dense[ANCHOR], *dense[stage]], ENCODES=False, STAGE=stage, num_warps=warps)
 
 
 def launch_exact_encode(
@@ -221,19 +221,14 @@ def _nothing_of(plan: TensorPlan) -> TensorPlan:
 
 
 def _launch(
-    kernel: Any,
-    pools: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    plans: Plans,
-    dense: Sequence[torch.Tensor],
-    options: dict[str, int],
+    pools: Sequence[torch.Tensor], table: torch.Tensor, plans: Plans, dense: Sequence[torch.Tensor], **options: int
 ) -> None:
-    """Launch a kernel of keys and values; options: constants of its own, and how it is launched."""
+    """Launch the kernel of keys and values; options: its constants, and how it is launched."""
     programs = [0 if plan.raw else plan.pages * -(-plan.columns // width_of(plan)) for plan in plans]
     if not sum(programs):
         return
     plan, geometries = plans[0] if plans[0].pages else plans[1], geometries_of(plans, alignment_of(pools))
-    kernel[(sum(programs),)](
+    pages_kernel[(sum(programs),)](
         *pools, *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools),
         table, plan.num_pages, plan.pages, programs[0], *dense, tables_of(plan.code, table.device),
         **options, KEYS=geometries[0], VALUES=geometries[1], enable_fp_fusion=False,

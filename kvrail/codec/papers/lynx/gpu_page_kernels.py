@@ -17,19 +17,17 @@ moves the bytes, or half as many of most of those that are not sums or products 
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import COMPILED
+from kvrail.codec.core.gpu_word_kernels import COMPILED, load, store
 from kvrail.codec.papers.lynx.gpu_word_kernels import (
     TINY,
     chunks_of,
     columns_of,
     elements_of,
-    load,
     numbers_of,
     packed,
     place_of,
     rows_of,
     sections_of,
-    store,
     words_at,
 )
 
@@ -240,7 +238,7 @@ def encode_block(
     tables,
     G: tl.constexpr,
 ):
-    """Write metadata and codes of some columns of a page; arguments as of gpu_kernels.encode_kernel."""
+    """Write metadata and codes of some columns of a page; arguments as of gpu_kernels.pages_kernel."""
     LANES: tl.constexpr = G.LANES  # loops are unrolled by constants of their own alone, before Triton 3.9
     SHARED: tl.constexpr = G.ALL_CHUNKS == 1
     WORDS: tl.constexpr = G.COLUMNS // LANES
@@ -310,7 +308,7 @@ def decode_block(
     STAGE: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Write what the codes of some columns of a page stand for; arguments as of gpu_kernels.decode_kernel."""
+    """Write what the codes of some columns of a page stand for; arguments as of gpu_kernels.pages_kernel."""
     LANES: tl.constexpr = G.LANES  # loops are unrolled by constants of their own alone, before Triton 3.9
     SHARED: tl.constexpr = G.ALL_CHUNKS == 1
     WORDS: tl.constexpr = G.COLUMNS // LANES

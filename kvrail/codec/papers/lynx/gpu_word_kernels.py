@@ -9,7 +9,7 @@ are of words; the numbers of their lanes are a tuple of blocks.
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import COMPILED
+from kvrail.codec.core.gpu_word_kernels import COMPILED, pointer_to
 
 TINY = tl.constexpr(2.0**-110)
 
@@ -79,39 +79,9 @@ def rounded(numbers, MANTISSA_BITS: tl.constexpr):
 
 
 @triton.jit
-def elements_at(data, MANTISSA_BITS: tl.constexpr):
-    """A pointer to bytes as one to elements' bits."""
-    WORD: tl.constexpr = tl.uint32 if MANTISSA_BITS == 23 else tl.uint16
-    return data.to(tl.pointer_type(WORD))
-
-
-@triton.jit
 def words_at(data, BITS: tl.constexpr, LANES: tl.constexpr):
     """A pointer to bytes as one to words of LANES times BITS bits."""
-    if BITS * LANES == 64:
-        words = data.to(tl.pointer_type(tl.uint64))
-    elif BITS * LANES == 32:
-        words = data.to(tl.pointer_type(tl.uint32))
-    elif BITS * LANES == 16:
-        words = data.to(tl.pointer_type(tl.uint16))
-    else:
-        words = data.to(tl.pointer_type(tl.uint8))
-    return words
-
-
-@triton.jit
-def load(pointer, mask, PADDED: tl.constexpr):
-    """What lies there; 0 where masked."""
-    return tl.load(pointer, mask=mask if PADDED else None, other=0 if PADDED else None)
-
-
-@triton.jit
-def store(pointer, data, mask, PADDED: tl.constexpr):
-    """Store data of a wider type, which fits."""
-    if PADDED:
-        tl.store(pointer, data.to(pointer.dtype.element_ty), mask=mask)
-    else:
-        tl.store(pointer, data.to(pointer.dtype.element_ty))
+    return pointer_to(data, BITS * LANES // 8)
 
 
 @triton.jit

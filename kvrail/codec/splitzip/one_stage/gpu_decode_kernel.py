@@ -15,11 +15,10 @@ some 3,000. So memory, not arithmetic, should bound it.
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import aligned, pointer_to, replicated, spread
+from kvrail.codec.core.gpu_word_kernels import aligned, pointer_to, replicated, spread, store
 from kvrail.codec.splitzip.tiles.gpu_escape_kernels import RECORDS_AT_ONCE, load_records, records_of
 from kvrail.codec.splitzip.tiles.gpu_plane_kernels import field, fields_at, load_planes
 from kvrail.codec.splitzip.tiles.gpu_tile_kernels import (
-    RUNTIME,
     column_tops,
     page_of,
     sections_after,
@@ -57,7 +56,7 @@ def _escaped_values(
 
 
 @triton.jit
-def _decode_tile(
+def decode_tile(
     tile,
     tiles,
     pool,
@@ -71,6 +70,7 @@ def _decode_tile(
     extensions,
     G: tl.constexpr,
 ):
+    """One tile; arguments as of gpu_kernels.tiles_kernel."""
     SEGMENT: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
     STEP: tl.constexpr = G.SEGMENT_ROWS * (G.COLUMNS if G.HALVES == 2 else G.WIDTH) // G.LANES
     PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
@@ -106,11 +106,7 @@ def _decode_tile(
         exponent = (top - field(distances, s, G.CODE_BITS, G.LANES)) & replicated(EXPONENTS, G.LANES)
         word = (significand & replicated((1 << G.MANTISSA_BITS) - 1, G.LANES)) | (exponent << G.MANTISSA_BITS)
         word |= (significand & replicated(1 << G.MANTISSA_BITS, G.LANES)) << G.EXPONENT_BITS
-        where = words + first + s * STEP
-        if G.PADDED:
-            tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
-        else:
-            tl.store(where, word.to(words.dtype.element_ty))
+        store(words + first + s * STEP, word, real & (first + s * STEP < PAGE_WORDS), G.PADDED)
     if count > 0:
         tl.debug_barrier()  # other threads of the program wrote what the next overwrite
         values = pointer_to(page, G.ITEM_BYTES)
@@ -119,44 +115,3 @@ def _decode_tile(
                 record, beyond, live = load_records(begin, count, wide, records, extensions)
             offset, value = _escaped_values(record, beyond, live, dense, fixed_top, tops, drops, tile, tiles, G)
             tl.store(values + offset, value.to(values.dtype.element_ty), mask=live)
-
-
-@triton.jit(do_not_specialize=RUNTIME)
-def decode_kernel(
-    keys,
-    values,
-    key_layer_stride: tl.int64,
-    value_layer_stride: tl.int64,
-    key_page_stride: tl.int64,
-    value_page_stride: tl.int64,
-    table,
-    num_pages,
-    num_layers,
-    key_tiles,
-    value_tiles,
-    key_dense,
-    value_dense,
-    key_records,
-    value_records,
-    key_extensions,
-    value_extensions,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
-    """Grid: key tiles, then value tiles.
-
-    keys, values: uint8, the pools; strides: bytes; table: int64 [num_pages + 2 * num_layers], page ids, then tops of
-    keys and of values, which are not read where HALVES is 2; dense: uint8, dense parts; records uint16, extensions
-    uint8: of a tensor's tiles, in order. Every record must lie on a value.
-    """
-    tile = tl.program_id(0)
-    if tile < key_tiles:
-        _decode_tile(
-            tile, key_tiles, keys, key_layer_stride, key_page_stride, table, table + num_pages, num_pages,
-            key_dense, key_records, key_extensions, KEYS,
-        )  # fmt: skip
-    else:
-        _decode_tile(
-            tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, table,
-            table + num_pages + num_layers, num_pages, value_dense, value_records, value_extensions, VALUES,
-        )  # fmt: skip

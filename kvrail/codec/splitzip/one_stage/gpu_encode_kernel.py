@@ -21,7 +21,6 @@ from kvrail.codec.core.gpu_word_kernels import pointer_to, replicated
 from kvrail.codec.splitzip.tiles.gpu_escape_kernels import store_escapes
 from kvrail.codec.splitzip.tiles.gpu_plane_kernels import store_planes
 from kvrail.codec.splitzip.tiles.gpu_tile_kernels import (
-    RUNTIME,
     channel_tops,
     halves_first,
     load_segment,
@@ -55,7 +54,7 @@ def distance_of(word, top, G: tl.constexpr):
 
 
 @triton.jit
-def _encode_tile(
+def encode_tile(
     tile,
     tiles,
     pool,
@@ -69,6 +68,7 @@ def _encode_tile(
     extensions,
     G: tl.constexpr,
 ):
+    """One tile; arguments as of gpu_kernels.tiles_kernel."""
     SEGMENT: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
     STEP: tl.constexpr = G.SEGMENT_ROWS * (G.COLUMNS if G.HALVES == 2 else G.WIDTH) // G.LANES
     PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
@@ -104,44 +104,3 @@ def _encode_tile(
         escaped, index, first, top, pointer_to(page, G.ITEM_BYTES), records + slot, extensions + slot, STEP, ROW, G
     )
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
-
-
-@triton.jit(do_not_specialize=RUNTIME)
-def encode_kernel(
-    keys,
-    values,
-    key_layer_stride: tl.int64,
-    value_layer_stride: tl.int64,
-    key_page_stride: tl.int64,
-    value_page_stride: tl.int64,
-    table,
-    num_pages,
-    num_layers,
-    key_tiles,
-    value_tiles,
-    key_dense,
-    value_dense,
-    key_records,
-    value_records,
-    key_extensions,
-    value_extensions,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
-    """Grid: key tiles, then value tiles.
-
-    keys, values: uint8, the pools; strides: bytes; table: int64 [num_pages + 2 * num_layers], page ids, then tops of
-    keys and of values, which are not read where HALVES is 2; dense: uint8, dense parts, all but the group offsets.
-    Slots, one a tile: records uint16 and extensions uint8, as many as a tile has values.
-    """
-    tile = tl.program_id(0)
-    if tile < key_tiles:
-        _encode_tile(
-            tile, key_tiles, keys, key_layer_stride, key_page_stride, table, table + num_pages, num_pages,
-            key_dense, key_records, key_extensions, KEYS,
-        )  # fmt: skip
-    else:
-        _encode_tile(
-            tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, table,
-            table + num_pages + num_layers, num_pages, value_dense, value_records, value_extensions, VALUES,
-        )  # fmt: skip

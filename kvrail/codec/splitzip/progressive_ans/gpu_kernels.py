@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import pointer_to, replicated
+from kvrail.codec.core.gpu_word_kernels import pointer_to, replicated, store
 from kvrail.codec.splitzip.tiles.gpu_plane_kernels import field, load_planes, store_planes
 from kvrail.codec.splitzip.tiles.gpu_tile_kernels import RUNTIME, load_segment, page_of, words_of
 
@@ -81,11 +81,7 @@ def _complete_tile(tile, tiles, pool, layer_stride, page_stride, pages, num_page
         coarse += (load_segment(words, first + s * STEP, real, PAGE_WORDS, G.PADDED),)
     for s in tl.static_range(8):
         word = (coarse[s] & replicated(HIGH, G.LANES)) | field(planes, s, REST_BITS, G.LANES)
-        where = words + first + s * STEP
-        if G.PADDED:
-            tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
-        else:
-            tl.store(where, word.to(words.dtype.element_ty))
+        store(words + first + s * STEP, word, real & (first + s * STEP < PAGE_WORDS), G.PADDED)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

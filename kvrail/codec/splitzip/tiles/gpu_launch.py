@@ -157,11 +157,12 @@ def launch_tiles(
     tensors: Sequence[tuple[torch.Tensor, ...]],
     *,
     kept_bits: tuple[int, int] = (0, 0),
+    **constants: bool,
 ) -> None:
     """Launch a kernel of one program a tile.
 
     tensors: what it takes of keys and of values beside the pools. It gets the number of layers where it names that.
-    kept_bits: as of geometries_of.
+    kept_bits: as of geometries_of. constants: the kernel's own.
     """
     keys, values = pools[:2]
     plan, other = plans if tiles[0] else plans[::-1]  # of a tensor without tiles nothing is looked at
@@ -174,7 +175,7 @@ def launch_tiles(
         keys, values, keys.stride(0), values.stride(0), keys.stride(1), values.stride(1),
         table, len(pages.page_ids), *([len(pages.layers)] if "num_layers" in kernel.arg_names else []), *tiles,
         *(tensor for pair in zip(*tensors, strict=True) for tensor in pair), *geometries,
-        num_warps=TUNING.warps_for(words, words_a_thread),
+        **constants, num_warps=TUNING.warps_for(words, words_a_thread),
     )  # fmt: skip
 
 
