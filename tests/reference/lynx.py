@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvrail.codec.base import EncodingStats, PagedBlock
 from kvrail.codec.core.arrays import Bits, Bytes, Ints
-from kvrail.codec.core.cpu import CpuEncoding, matrices
+from kvrail.codec.core.cpu import CpuEncoding
 from kvrail.codec.core.floats import FloatFormat
 from kvrail.codec.core.sections import joined
 from kvrail.codec.papers.lynx.format import CELLS, STEPS, TINY, LynxCode
@@ -26,6 +26,7 @@ from kvrail.codec.papers.lynx.payload import (
     travels_raw,
 )
 from kvrail.codec.papers.lynx.plan import Coding, TensorPlan
+from tests.reference.pools import matrices
 
 Floats = npt.NDArray[np.float32]
 

@@ -6,10 +6,11 @@ import numpy as np
 
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.cpu import CpuEncoding, matrices
+from kvrail.codec.core.cpu import CpuEncoding
 from kvrail.codec.core.sections import aligned, joined
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles.payload import Layout, Part, stats_of, travels_raw
+from tests.reference.pools import matrices
 from tests.reference.tiles import decode_tensor, encode_tensor, place_whole
 
 

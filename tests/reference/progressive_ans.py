@@ -6,7 +6,7 @@ import numpy as np
 
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.cpu import CpuEncoding, matrices
+from kvrail.codec.core.cpu import CpuEncoding
 from kvrail.codec.core.sections import joined, packed_header
 from kvrail.codec.splitzip.entropy.payload import CODED, LENGTHS, pieces_of
 from kvrail.codec.splitzip.one_stage.plan import Coding
@@ -22,6 +22,7 @@ from kvrail.codec.splitzip.tiles.format import SEGMENTS, planes_of
 from kvrail.codec.splitzip.tiles.payload import parse, parse_header
 from tests.reference import entropy as rans
 from tests.reference import one_stage, tiles
+from tests.reference.pools import matrices
 
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:

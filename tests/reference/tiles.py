@@ -38,7 +38,7 @@ def encode_tensor(
             for s in range(SEGMENTS)
             if distance[s, j] >= plan.code.window
         ]
-        limit = 1 << plan.code.distance_bits
+        limit = 1 << 16 - plan.code.position_bits
         wide = any(far >= limit for _, far in beyond)
         counts[tile] = len(beyond) | (WIDE if wide else 0)
         records += [position | (far % limit) << plan.code.position_bits for position, far in beyond]
@@ -68,7 +68,7 @@ def decode_tensor(
         for record in records[next_record : next_record + count].tolist():
             position, far = record % plan.code.chunk, record // plan.code.chunk
             if wide:
-                far += int(extensions[next_extension]) << plan.code.distance_bits
+                far += int(extensions[next_extension]) << (16 - plan.code.position_bits)
                 next_extension += 1
             distance[position % SEGMENTS, position // SEGMENTS] = plan.code.window + far
         next_record += count

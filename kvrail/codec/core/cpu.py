@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import CodecError, EncodingStats, PagedBlock, Payload
-from kvrail.codec.core.arrays import Bits, Bytes, Ints
+from kvrail.codec.core.arrays import Bytes, Ints
 
 Result = TypeVar("Result")
 
@@ -46,15 +46,6 @@ def byte_pools(pages: PagedBlock) -> list[Bytes]:
         if not pool.is_contiguous():
             raise CodecError(f"a pool's tensor of shape {tuple(pool.shape)} is not contiguous; make it so first")
     return [pool.flatten(2).view(torch.uint8).numpy() for pool in pools]
-
-
-def matrices(pages: PagedBlock) -> list[Bits]:
-    """The pool's tensors, cut to the layers chosen, as unsigned integers [layers, pool pages, rows, columns]; views.
-
-    Raises CodecError where one is not contiguous.
-    """
-    pools = zip(byte_pools(pages), pages.layer_pools(), strict=True)
-    return [whole.view(f"u{pool.element_size()}").reshape(*pool.shape[:3], -1) for whole, pool in pools]
 
 
 def gather(pool: Bytes, page_ids: Ints, target: Bytes, offset: int) -> int:

@@ -26,9 +26,9 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.core.digest import DigestKind, digest_of
 from kvrail.codec.huffman.codec import HuffmanCodec
 from kvrail.codec.huffman.cpu import fresh
 from kvrail.codec.huffman.payload import parse
@@ -40,13 +40,9 @@ SUFFIX = ".packed"
 """The suffix that a packed file adds to the name of its original."""
 _TAIL = struct.Struct("<QQQ8s")
 CODEC = HuffmanCodec()
+digest = xxh3_64_intdigest
 
 Bytes = npt.NDArray[np.uint8]
-
-
-def digest(data: bytes | memoryview) -> int:
-    """XXH3-64."""
-    return digest_of(memoryview(data), DigestKind.XXH3).value
 
 
 @dataclass(frozen=True, slots=True)
