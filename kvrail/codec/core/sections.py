@@ -10,11 +10,13 @@ codec, stage, parameters, shape and element type are in the frame's head (kvrail
 """
 
 import struct
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from kvrail.codec.base import CodecError
@@ -121,28 +123,49 @@ def check_scales(section: Bytes, end: int, least: int = 0) -> None:
         raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
 
 
-class PayloadPart(Protocol):
-    """What a payload has of keys or of values."""
+class PayloadPart:
+    """What a payload has of keys or of values: sections of fixed places, then pieces of any size.
+
+    raw: whether it travels as it is.
+    """
+
+    __slots__ = ()
+    plan: Any
+    raw: bool
 
     @property
-    def raw(self) -> bool:
-        """Whether it travels as it is."""
-        ...
+    def sections(self) -> Mapping[str, Section]:
+        """What has its place whatever the data is."""
+        return {"elements": Section(0, self.plan.raw_bytes)} if self.raw else self.plan.sections
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes whose place does not depend on the data, padding included."""
-        ...
+        """Bytes of the sections, padding included."""
+        fixed: int = aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
+        return fixed
+
+    @property
+    @abstractmethod
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of each piece, without padding."""
 
     @property
     def variable_bytes(self) -> int:
-        """Bytes whose number depends on the data, padding included."""
-        ...
+        """Bytes of the pieces, padding included."""
+        return sum(map(aligned, self.pieces))
 
     @property
+    @abstractmethod
     def counts(self) -> tuple[int, int]:
         """Its counts in the header."""
-        ...
+
+    def cut(self, stream: Data) -> list[Data]:
+        """The pieces, given a payload from the first on; views."""
+        found, start = [], 0
+        for size in self.pieces:
+            found.append(stream[start : start + size])
+            start += aligned(size)
+        return found
 
 
 PartT = TypeVar("PartT", bound=PayloadPart)
@@ -183,6 +206,16 @@ class PairLayout(Generic[PartT]):
         """The first HEADER_BYTES bytes."""
         keys, values = self.parts
         return packed_header((keys.raw, values.raw), (*keys.counts, *values.counts))
+
+    def complete(self, payload: Bytes) -> None:
+        """Write what a payload has beside sections, scales and pieces: its header, and zeros behind each."""
+        payload[:HEADER_BYTES] = np.frombuffer(self.header(), dtype=np.uint8)
+        pad(payload, self.scale_offset + self.scale_bytes)
+        for part, start, piece in zip(self.parts, self.offsets, self.streams, strict=True):
+            for section in part.sections.values():
+                pad(payload, start + section.end)
+            for size in part.pieces:
+                piece = pad(payload, piece + size)
 
     def check_size(self, payload: Bytes) -> None:
         """Raise CodecError where a payload has another size."""

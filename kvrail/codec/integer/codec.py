@@ -19,7 +19,6 @@ from kvrail.codec.base import (
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.gpu import record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.integer.format import FORMATS, INT4, INT8, IntegerCode
 from kvrail.codec.integer.payload import Layout, Part, parse, plans_of, raw_pages_of
 from kvrail.codec.integer.plan import TensorPlan
@@ -82,7 +81,7 @@ class IntegerEncoding:
                 if part.raw_pages:
                     pages = tensor.flatten(0, 1).index_select(0, found[number].to(tensor.device))
                     _fill(self._host[self._layout.streams[number] :], pages)
-        _complete(self._host.numpy(), self._layout)
+        self._layout.complete(self._host.numpy())
 
 
 class IntegerCodec(Codec):
@@ -145,20 +144,6 @@ def _restored(source: Bytes, uploaded: torch.Tensor, part: Part, start: int, tai
         pages = uploaded[tail : tail + part.raw_pages * plan.page_bytes].view(plan.dtype)
         tensor.view(plan.pages, -1).index_copy_(0, numbers, pages.view(part.raw_pages, -1))
     return tensor
-
-
-def _complete(host: Bytes, layout: Layout) -> None:
-    """Write a payload's header and the zeros between its sections."""
-    host[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-    ends = []
-    for part, start, tail in zip(layout.parts, layout.offsets, layout.streams, strict=True):
-        if part.raw:
-            ends.append(start + part.plan.raw_bytes)
-        else:
-            ends += [start + section.end for section in part.plan.sections.values()]
-        ends.append(tail + part.raw_pages * part.plan.page_bytes)
-    for end in ends:
-        host[end : aligned(end)] = 0
 
 
 def _fill(target: torch.Tensor, tensor: torch.Tensor) -> None:

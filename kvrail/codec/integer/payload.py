@@ -9,13 +9,13 @@ import numpy.typing as npt
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.plans import shapes
-from kvrail.codec.core.sections import PairLayout, aligned, check_minima, check_scales, parsed_header
+from kvrail.codec.core.sections import PairLayout, PayloadPart, check_minima, check_scales, parsed_header
 from kvrail.codec.integer.format import FORMATS, IntegerCode
 from kvrail.codec.integer.plan import TensorPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(PayloadPart):
     """What a payload has of one tensor.
 
     raw: it travels as it is. raw_pages: how many of its pages travel as they are, behind the sections; 0 where raw.
@@ -26,14 +26,9 @@ class Part:
     raw_pages: int = 0
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the sections, or of the elements, padding included."""
-        return aligned(self.plan.raw_bytes) if self.raw else self.plan.coded_bytes
-
-    @property
-    def variable_bytes(self) -> int:
-        """Bytes of the raw pages, padding included."""
-        return aligned(self.raw_pages * self.plan.page_bytes)
+    def pieces(self) -> tuple[int]:
+        """The raw pages."""
+        return (self.raw_pages * self.plan.page_bytes,)
 
     @property
     def counts(self) -> tuple[int, int]:

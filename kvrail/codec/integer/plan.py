@@ -51,10 +51,10 @@ class TensorPlan(ShapePlan[IntegerCode]):
         )
 
     @cached_property
-    def coded_bytes(self) -> int:
+    def fixed_bytes(self) -> int:
         """Bytes of the sections, with their padding."""
         return bytes_of(self.sections)
 
     def travels_raw(self, raw_pages: int) -> bool:
         """Whether the tensor travels as it is, because with this many raw pages its sections are no smaller."""
-        return self.coded_bytes + aligned(raw_pages * self.page_bytes) >= self.raw_bytes
+        return self.fixed_bytes + aligned(raw_pages * self.page_bytes) >= self.raw_bytes

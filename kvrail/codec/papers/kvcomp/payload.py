@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.plans import shapes
-from kvrail.codec.core.sections import PairLayout, aligned, check_minima, check_scales, parsed_header
+from kvrail.codec.core.sections import PairLayout, PayloadPart, check_minima, check_scales, parsed_header
 from kvrail.codec.papers.kvcomp.codebook import is_code, unpacked_lengths
 from kvrail.codec.papers.kvcomp.format import TINY, KVCompCode
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
@@ -19,7 +19,7 @@ _INFINITY = 0x7F80
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(PayloadPart):
     """What a payload has of one tensor.
 
     raw: it travels as it is. words: of 32 bits, of the stream; escapes: values behind it. Both are 0 where raw.
@@ -31,14 +31,9 @@ class Part:
     escapes: int = 0
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the sections, or of the elements, padding included."""
-        return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
-
-    @property
-    def variable_bytes(self) -> int:
-        """Bytes of the stream and of the escapes' positions and elements, padding included."""
-        return self.plan.variable_bytes(self.words, self.escapes)
+    def pieces(self) -> tuple[int, int, int]:
+        """The stream, and the escapes' positions and elements."""
+        return 4 * self.words, 4 * self.escapes, self.plan.dtype.itemsize * self.escapes
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -79,10 +74,8 @@ def tables_of(fixed: Bytes, plan: TensorPlan) -> list[list[int]]:
 
 def escapes_of(stream: Bytes, part: Part) -> tuple[npt.NDArray[np.uint32], Bytes]:
     """Positions, and bytes of the elements, of a tensor's escapes; stream: the payload from the tensor's stream on."""
-    start = aligned(4 * part.words)
-    positions = stream[start : start + 4 * part.escapes].view("<u4")
-    start += aligned(4 * part.escapes)
-    return positions, stream[start : start + part.plan.dtype.itemsize * part.escapes]
+    _, positions, elements = part.cut(stream)
+    return positions.view("<u4"), elements
 
 
 def _parse_header(payload: Bytes, spec: BlockSpec, code: KVCompCode) -> Layout:

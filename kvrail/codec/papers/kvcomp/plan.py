@@ -67,10 +67,7 @@ class TensorPlan(ShapePlan[TensorCode]):
         """Whether the tensor travels raw whatever its data: a count would not fit its field, or sections do not pay."""
         return self.dim > MOST_DIM or self.values >= 1 << 32 or self.fixed_bytes >= self.raw_bytes
 
-    def variable_bytes(self, words: int, escapes: int) -> int:
-        """Bytes of a stream and of escapes, with their padding."""
-        return aligned(4 * words) + aligned(4 * escapes) + aligned(self.dtype.itemsize * escapes)
-
     def travels_raw(self, words: int, escapes: int) -> bool:
         """Whether the tensor travels as it is, because with such a stream and escapes it is no smaller."""
-        return self.uncodable or self.fixed_bytes + self.variable_bytes(words, escapes) >= self.raw_bytes
+        variable = aligned(4 * words) + aligned(4 * escapes) + aligned(self.dtype.itemsize * escapes)
+        return self.uncodable or self.fixed_bytes + variable >= self.raw_bytes

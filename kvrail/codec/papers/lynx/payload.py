@@ -1,5 +1,6 @@
 """The payloads of a block's stages. README.md has the layout; nothing here computes codes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,7 +10,15 @@ import numpy.typing as npt
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.plans import matrices
-from kvrail.codec.core.sections import PairLayout, aligned, check_minima, check_scales, parsed_header
+from kvrail.codec.core.sections import (
+    PairLayout,
+    PayloadPart,
+    Section,
+    aligned,
+    check_minima,
+    check_scales,
+    parsed_header,
+)
 from kvrail.codec.papers.lynx.format import TINY, LynxCode
 from kvrail.codec.papers.lynx.plan import TensorPlan
 
@@ -20,7 +29,7 @@ _INFINITY = 0x7F80
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(PayloadPart):
     """What a stage has of one tensor.
 
     raw: EXACT brings the tensor as it is, since its stream would not be smaller. words: of 32 bits, of the stream;
@@ -34,14 +43,19 @@ class Part:
     escapes: int = 0
 
     @property
+    def sections(self) -> Mapping[str, Section]:
+        """What has its place whatever the data is."""
+        return {"elements": Section(0, self.plan.raw_bytes)} if self.raw else self.plan.sections[self.stage]
+
+    @property
     def fixed_bytes(self) -> int:
-        """Bytes whose place does not depend on the data, padding included."""
+        """Bytes of the sections, padding included."""
         return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes[self.stage]
 
     @property
-    def variable_bytes(self) -> int:
-        """Bytes of the stream and of the escapes' positions and elements, padding included."""
-        return variable_bytes(self.plan, self.words, self.escapes)
+    def pieces(self) -> tuple[int, int, int]:
+        """The stream, and the escapes' positions and elements."""
+        return 4 * self.words, 4 * self.escapes, self.plan.format.item_bytes * self.escapes
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -52,11 +66,6 @@ class Part:
 Layout = PairLayout[Part]
 
 
-def variable_bytes(plan: TensorPlan, words: int, escapes: int) -> int:
-    """Bytes of a stream and of escapes, with their padding."""
-    return aligned(4 * words) + aligned(4 * escapes) + aligned(plan.format.item_bytes * escapes)
-
-
 @lru_cache(maxsize=256)
 def plans_of(spec: BlockSpec, code: LynxCode) -> tuple[TensorPlan, TensorPlan]:
     """Plans of keys and values."""
@@ -65,7 +74,10 @@ def plans_of(spec: BlockSpec, code: LynxCode) -> tuple[TensorPlan, TensorPlan]:
 
 def travels_raw(plan: TensorPlan, words: int, escapes: int) -> bool:
     """Whether EXACT brings a tensor as it is, because a stream this long with its escapes is no smaller."""
-    return not plan.raw and plan.fixed_bytes[EXACT] + variable_bytes(plan, words, escapes) >= plan.raw_bytes
+    return (
+        not plan.raw
+        and plan.fixed_bytes[EXACT] + Part(plan, EXACT, False, words, escapes).variable_bytes >= plan.raw_bytes
+    )
 
 
 def parse(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Layout:
@@ -92,13 +104,8 @@ def parse_both(anchors: Bytes, residuals: Bytes, spec: BlockSpec, code: LynxCode
 
 def escapes_of(stream: Bytes, part: Part) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.unsignedinteger]]:
     """Positions and elements of the escapes of a tensor whose stream begins `stream`; views."""
-    start = aligned(4 * part.words)
-    elements = start + aligned(4 * part.escapes)
-    item = part.plan.format.item_bytes
-    return (
-        stream[start : start + 4 * part.escapes].view("<u4"),
-        stream[elements : elements + item * part.escapes].view(f"<u{item}"),
-    )
+    _, positions, elements = part.cut(stream)
+    return positions.view("<u4"), elements.view(f"<u{part.plan.format.item_bytes}")
 
 
 def places_of(positions: npt.NDArray[np.uint32], plan: TensorPlan) -> tuple[Ints, Ints, Ints]:
@@ -128,8 +135,7 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -
 
 def _check_sections(dense: Bytes, part: Part) -> None:
     """Check that what describes chunks and tiles is what an encoder can have written."""
-    plan = part.plan
-    sections = plan.sections[part.stage]
+    plan, sections = part.plan, part.sections
     if "scales" in sections:
         check_scales(sections["scales"].of(dense), _INFINITY, _LEAST_SCALE)
     if "minima" in sections:

@@ -6,7 +6,6 @@ escapes, which are few, are fetched.
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
@@ -84,8 +83,7 @@ class GpuEncoding:
             event = record(self._pages.device)
         if event is not None:
             event.synchronize()
-        self._host.numpy()[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-        self._clear_gaps(layout)
+        layout.complete(self._host.numpy())
         self._parts, self._size = parts, layout.size
 
     def _copy_dense(self, layout: Layout) -> None:
@@ -105,20 +103,6 @@ class GpuEncoding:
 
     def _copy(self, source: torch.Tensor, offset: int) -> None:
         self._host[offset : offset + source.numel()].copy_(source, non_blocking=True)
-
-    def _clear_gaps(self, layout: Layout) -> None:
-        """Write the zeros between sections."""
-        ends = [layout.scale_offset + layout.scale_bytes]
-        for part, dense, escapes in zip(layout.parts, layout.offsets, layout.streams, strict=True):
-            if part.raw:
-                ends.append(dense + part.plan.raw_bytes)
-            else:
-                ends += [dense + section.end for section in part.plan.sections.values()]
-            extensions = escapes + aligned(2 * part.records)
-            ends += [escapes + 2 * part.records, extensions + part.extensions]
-        host = self._host.numpy()
-        for end in ends:
-            host[end : aligned(end)] = 0
 
 
 def _escape_room(plans: Sequence[TensorPlan]) -> int:

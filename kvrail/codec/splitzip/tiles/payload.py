@@ -8,16 +8,16 @@ import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError, EncodingStats
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.sections import PairLayout, aligned, parsed_header
+from kvrail.codec.core.sections import PairLayout, PayloadPart, aligned, parsed_header
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
-from kvrail.codec.splitzip.tiles.plan import TILES_PER_GROUP, TensorPlan, variable_bytes
+from kvrail.codec.splitzip.tiles.plan import TILES_PER_GROUP, TensorPlan
 
 WIDE = 0x8000
 """Bit of a tile's count that says that its records have extensions."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(PayloadPart):
     """Where one tensor lies in a payload.
 
     raw: it travels as it is; then it has no records.
@@ -29,14 +29,9 @@ class Part:
     extensions: int
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the dense part, padding included."""
-        return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
-
-    @property
-    def variable_bytes(self) -> int:
-        """Bytes of records and extensions, padding included."""
-        return variable_bytes(self.records, self.extensions)
+    def pieces(self) -> tuple[int, int]:
+        """Records, then extensions."""
+        return 2 * self.records, self.extensions
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -50,7 +45,7 @@ Layout = PairLayout[Part]
 
 def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
     """Whether a tensor with these escapes travels as it is, because its coded form would be no smaller."""
-    return plan.coded_bytes + variable_bytes(records, extensions) >= plan.raw_bytes
+    return plan.fixed_bytes + aligned(2 * records) + aligned(extensions) >= plan.raw_bytes
 
 
 def stats_of(parts: Sequence[Part]) -> EncodingStats:

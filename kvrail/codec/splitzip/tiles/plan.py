@@ -4,7 +4,7 @@ from functools import cached_property, lru_cache
 
 from kvrail.codec.base import BlockSpec
 from kvrail.codec.core.plans import MatrixPlan, matrices
-from kvrail.codec.core.sections import Section, aligned, bytes_of, ceil_div, sections_of
+from kvrail.codec.core.sections import Section, bytes_of, ceil_div, sections_of
 from kvrail.codec.splitzip.tiles.format import SEGMENTS, WindowCode, planes_of
 
 TILES_PER_GROUP = 64
@@ -86,11 +86,6 @@ class TensorPlan(MatrixPlan[WindowCode]):
         """Bytes of all sections whose size does not depend on the data, with their padding."""
         return bytes_of(self.sections)
 
-    @property
-    def coded_bytes(self) -> int:
-        """Bytes of all that is coded but for the escapes, in all payloads of a block together."""
-        return self.fixed_bytes
-
     def plane_sizes(self, planes: dict[str, tuple[int, ...]]) -> dict[str, int]:
         """Bytes of each plane, by the name of its field and its number; planes: their widths in bits."""
         unit = self.tiles * self.segment_values
@@ -101,8 +96,3 @@ class TensorPlan(MatrixPlan[WindowCode]):
 def plans_of(spec: BlockSpec, code: WindowCode) -> tuple[TensorPlan, TensorPlan]:
     """Plans of keys and values."""
     return matrices(TensorPlan, spec, code)
-
-
-def variable_bytes(records: int, extensions: int) -> int:
-    """Bytes of the sections that hold this many records and extensions, with their padding."""
-    return aligned(2 * records) + aligned(extensions)
