@@ -15,7 +15,6 @@ from kvrail.codec.base import Block, CodecError
 from kvrail.codec.splitzip.one_stage import gpu
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_encode
 from kvrail.codec.splitzip.one_stage.plan import Coding
-from kvrail.codec.splitzip.tiles import gpu as tiles_gpu
 from kvrail.codec.splitzip.tiles import gpu_launch
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 from kvrail.codec.splitzip.tiles.payload import parse, scale_bytes_of, travels_raw
@@ -184,7 +183,7 @@ def test_more_escapes_than_there_is_room_for_take_larger_memory(shape, dtype, co
     pages = pages_of(shape, dtype, code, 1, 0.5)
     plans, tops = plans_of(pages.spec, code), tops_of(pages, code)
     usual = gpu.encode(pages, Coding(plans, tops))
-    monkeypatch.setattr(tiles_gpu, "ESCAPE_SHARE", 1 << 40)
+    monkeypatch.setattr(gpu, "ESCAPE_SHARE", 1 << 40)
     encoding = gpu.encode(pages, Coding(plans, tops))
     room = encoding._host.numel()
     payload = bytes(encoding.stages()[0])

@@ -61,14 +61,6 @@ def scatter(pool: Bytes, page_ids: Ints, source: Bytes) -> None:
     pool[:, page_ids] = source.reshape(pool.shape[0], page_ids.size, pool.shape[2])
 
 
-def append(target: Bytes, offset: int, pieces: list[Bytes]) -> int:
-    """Write pieces one after the other from `offset` on; the end of what was written."""
-    for piece in pieces:
-        target[offset : offset + piece.size] = piece
-        offset += piece.size
-    return offset
-
-
 def on_threads(work: Callable[[int, int], Result], count: int, raw_bytes: int) -> list[Result]:
     """Call `work` for ranges of `count` things, in order, on this thread and, where they are large, on others.
 
