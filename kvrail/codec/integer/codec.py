@@ -17,9 +17,10 @@ from kvrail.codec.base import (
     check_stage,
 )
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.floats import WIDE
 from kvrail.codec.core.gpu import record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.integer.format import FORMATS, INT4, INT8, IntegerCode
+from kvrail.codec.integer.format import INT4, INT8, IntegerCode
 from kvrail.codec.integer.payload import Layout, Part, parse, plans_of, raw_pages_of
 from kvrail.codec.integer.plan import TensorPlan
 from kvrail.codec.integer.torch_ops import dequantise, quantise
@@ -88,7 +89,7 @@ class IntegerCodec(Codec):
     """Codes of eight or four bits, with a minimum and a scale a group; on CPU and CUDA."""
 
     exact = False
-    dtypes = frozenset(FORMATS)
+    dtypes = frozenset(WIDE)
 
     def __init__(self, name: str, code: IntegerCode) -> None:
         self.name = name

@@ -8,9 +8,10 @@ import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.floats import WIDE
 from kvrail.codec.core.plans import shapes
 from kvrail.codec.core.sections import PairLayout, PayloadPart, check_minima, check_scales, parsed_header
-from kvrail.codec.integer.format import FORMATS, IntegerCode
+from kvrail.codec.integer.format import IntegerCode
 from kvrail.codec.integer.plan import TensorPlan
 
 
@@ -80,5 +81,5 @@ def _check_sections(fixed: Bytes, part: Part) -> None:
     if (found["flags"] > 1).any() or int(found["flags"].sum(dtype=np.int64)) != part.raw_pages:
         raise CodecError(f"pages' flags do not say what the header says: {part.raw_pages} raw pages")
     check_minima(found["minima"], plan.format)
-    scale_format = FORMATS[str(plan.scale_dtype).removeprefix("torch.")]
+    scale_format = WIDE[str(plan.scale_dtype).removeprefix("torch.")]
     check_scales(found["scales"], scale_format.exponents - 1 << scale_format.mantissa_bits)

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from kvrail.codec.base import PagedBlock, Payload, check_dtype, check_stage
 from kvrail.codec.core.backend import Backend, BackendCodec, backend_of
+from kvrail.codec.core.floats import WIDE
 from kvrail.codec.core.host import host_bytes
-from kvrail.codec.papers.lynx.format import FORMATS, LynxCode
+from kvrail.codec.papers.lynx.format import LynxCode
 from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, parse, parse_both, plans_of
 from kvrail.codec.papers.lynx.plan import Coding
 
@@ -20,7 +21,7 @@ class LynxCodec(BackendCodec):
     """Anchors, residuals and, where exact, what restores every bit; on CPU and CUDA."""
 
     package = "kvrail.codec.papers.lynx"
-    dtypes = frozenset(FORMATS)
+    dtypes = frozenset(WIDE)
     reads_earlier_payloads = True
 
     def __init__(self, name: str, code: LynxCode, *, exact: bool) -> None:

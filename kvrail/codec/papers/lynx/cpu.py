@@ -9,7 +9,6 @@ from kvrail.codec.base import EncodingStats, PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, gather, on_threads, scatter
-from kvrail.codec.core.sections import HEADER_BYTES, pad, pad_all
 from kvrail.codec.papers.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
 from kvrail.codec.papers.lynx.cpu_kernels import decode_pages, encode_pages
 from kvrail.codec.papers.lynx.payload import (
@@ -23,6 +22,8 @@ from kvrail.codec.papers.lynx.payload import (
     travels_raw,
 )
 from kvrail.codec.papers.lynx.plan import Coding, TensorPlan, geometry_of, stages_of
+
+_NAMES = ("words", "positions", "elements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,7 @@ class _Coded:
         """One of a stage whose size does not depend on the data: header and padding are there, sections are not."""
         layout = Layout((Part(plans[0], stage), Part(plans[1], stage)))
         coded = cls(layout, buffers.take(layout.size))
-        coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-        for tensor, plan in enumerate(plans):
-            pad_all(coded.fixed(tensor), plan.sections[stage])
+        layout.complete(coded.memory)
         return coded
 
     def fixed(self, tensor: int) -> Bytes:
@@ -158,7 +157,6 @@ def _encode_exact(
         return Part(plan, EXACT), fixed, []
     for name in {"scales", "widths"} & plan.sections[EXACT].keys():
         plan.sections[EXACT][name].of(fixed)[:] = plan.sections[RESIDUAL][name].of(coded[RESIDUAL])
-    pad_all(fixed, plan.sections[EXACT])
     refined = np.empty((plan.num_layers, plan.num_pages, pool.shape[2]), dtype=np.uint8)
     _decode_tensor(refined, np.arange(plan.num_pages), plan, coded)
     found = on_threads(
@@ -197,21 +195,16 @@ def _join_exact(streams: Sequence[tuple[Part, Bytes, list[_Stream]]], pools: Seq
     """The payload of EXACT."""
     layout = Layout((streams[0][0], streams[1][0]))
     coded = _Coded(layout, buffers.take(layout.size))
-    coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-    for tensor, (part, fixed, pieces) in enumerate(streams):
+    for tensor, (part, fixed, found) in enumerate(streams):
         target = coded.fixed(tensor)
         if part.raw:
             gather(pools[tensor], page_ids, target, 0)
-            pad(target, part.plan.raw_bytes)
         else:
             target[:] = fixed
-        offset = layout.streams[tensor]
-        for name in ("words", "positions", "elements"):
-            for piece in pieces:
-                bytes_of = getattr(piece, name)
-                coded.memory[offset : offset + bytes_of.size] = bytes_of
-                offset += bytes_of.size
-            offset = pad(coded.memory, offset)
+        if found:
+            for name, piece in zip(_NAMES, part.cut(coded.memory[layout.streams[tensor] :]), strict=True):
+                np.concatenate([getattr(each, name) for each in found], out=piece)
+    layout.complete(coded.memory)
     return coded
 
 
