@@ -18,11 +18,10 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +76,7 @@ def write_index(header: Header, parts: Sequence[Part], base: Base | None) -> byt
     return index + _TAIL.pack(start, len(index), digest(index), MAGIC)
 
 
-class PackedFile:
+class PackedFile(AbstractContextManager["PackedFile"]):
     """A packed file, open for reading; a context manager.
 
     header: of the safetensors file; parts: as many as it has tensors. Raises ConfigError where the file is damaged.
@@ -152,16 +151,7 @@ class PackedFile:
     def _damaged(self, why: str) -> ConfigError:
         return ConfigError(f"{self.path} is damaged: {why}; copy it again or pack the model again")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
+    def __exit__(self, *_: object) -> None:
         del self.data
         with suppress(BufferError):  # a view that is left keeps the map
             self._map.close()

@@ -29,8 +29,8 @@ from kvrail.codec.splitzip.entropy.gpu_launch import (
 from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, coded_bytes, head_bytes, pieces_of, places_of
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_decode, launch_encode
 from kvrail.codec.splitzip.tiles.format import WindowCode
-from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, Slots, make_table, tiles_of
-from kvrail.codec.splitzip.tiles.payload import Layout, Part, parse_header, scale_bytes_of, stats_of, travels_raw
+from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, Slots, make_table, parts_of, tiles_of
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, parse_header, scale_bytes_of, stats_of
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 CODES, REST = (1, 3), 4
@@ -88,7 +88,7 @@ class AnsEncoding:
         codes = _code_places(plans)
         self._batches = [_Batch.launch(self._inner, codes)] if codes else []
         self._event = record(device)
-        self._parts: list[Part] = []
+        self._parts: Sequence[Part] = ()
         self._payloads: list[torch.Tensor] = []
 
     def stages(self) -> list[Payload]:
@@ -111,10 +111,8 @@ class AnsEncoding:
 
     def _finish(self) -> list[torch.Tensor]:
         """Launch what completes the payloads."""
-        for plan, (records, extensions) in zip(self._plans, self._totals.tolist(), strict=True):
-            raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
-            self._parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
-        layout = Layout((self._parts[0], self._parts[1]), scale_bytes_of(self._pages.spec))
+        self._parts = parts = parts_of(self._plans, self._totals)
+        layout = Layout(parts, scale_bytes_of(self._pages.spec))
         places = dict(enumerate(pieces_of(layout)))
         inner, left = self._inner, {REST}
         if any(part.raw for part in layout.parts):

@@ -15,8 +15,8 @@ from kvrail.codec.core.host import host_memory, to_device
 from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_decode, launch_encode
 from kvrail.codec.splitzip.one_stage.plan import Coding
-from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, make_table, tiles_of
-from kvrail.codec.splitzip.tiles.payload import Layout, Part, scale_bytes_of, stats_of, travels_raw
+from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, make_table, parts_of, tiles_of
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, scale_bytes_of, stats_of
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 ESCAPE_SHARE = 16
@@ -42,7 +42,7 @@ class GpuEncoding:
         self._copy(buffers.body, HEADER_BYTES)
         self._totals.copy_(buffers.totals, non_blocking=True)
         self._event = record(pages.device)
-        self._parts: list[Part] = []
+        self._parts: Sequence[Part] = ()
         self._size = 0
 
     def stages(self) -> list[Payload]:
@@ -60,11 +60,8 @@ class GpuEncoding:
 
     def _finish(self) -> None:
         """Complete the payload in the host's memory; the device has finished all but these last copies."""
-        parts = []
-        for plan, (records, extensions) in zip(self._plans, self._totals.tolist(), strict=True):
-            raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
-            parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
-        layout = Layout((parts[0], parts[1]), scale_bytes_of(self._pages.spec))
+        parts = parts_of(self._plans, self._totals)
+        layout = Layout(parts, scale_bytes_of(self._pages.spec))
         again = any(part.raw for part in layout.parts) or layout.size > self._host.numel()
         if layout.size > self._host.numel():
             self._host = host_memory(layout.size, self._pages.device)

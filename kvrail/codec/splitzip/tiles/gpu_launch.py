@@ -18,7 +18,7 @@ from kvrail.codec.core.gpu import alignment_of
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
 from kvrail.codec.splitzip.tiles.gpu_geometry import geometries_of
 from kvrail.codec.splitzip.tiles.gpu_pack_kernel import pack_kernel
-from kvrail.codec.splitzip.tiles.payload import Layout, travels_raw
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, travels_raw
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 Plans = tuple[TensorPlan, TensorPlan]
@@ -113,6 +113,15 @@ class EncodeBuffers:
 def tiles_of(plan: TensorPlan) -> int:
     """Tiles of a tensor; 0 where it travels raw whatever it holds."""
     return plan.tiles if plan.fits and not travels_raw(plan, 0, 0) else 0
+
+
+def parts_of(plans: Plans, totals: torch.Tensor) -> tuple[Part, Part]:
+    """What became of keys and values; totals: of EncodeBuffers, in host memory."""
+    parts = []
+    for plan, (records, extensions) in zip(plans, totals.tolist(), strict=True):
+        raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
+        parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
+    return parts[0], parts[1]
 
 
 def make_table(pages: PagedBlock, tops: Tops) -> torch.Tensor:
