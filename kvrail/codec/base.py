@@ -38,7 +38,7 @@ class BlockSpec:
     def raw_bytes(self) -> int:
         """Bytes of the block's tensors, uncompressed."""
         heads = self.num_layers * self.num_pages * self.page_size * self.num_kv_heads
-        item = torch.empty((), dtype=getattr(torch, self.dtype)).element_size()
+        item: int = getattr(torch, self.dtype).itemsize
         return heads * ((self.key_dim + self.value_dim) * item + (8 if self.scaled else 0))
 
 

@@ -81,12 +81,6 @@ class FrameHeader:
         return (self.first_layer, spec.num_layers, self.first_head, spec.num_kv_heads, self.first_page, spec.num_pages)
 
 
-def _raw_bytes(spec: BlockSpec) -> int:
-    """Bytes of the block's tensors; as BlockSpec.raw_bytes, but safe for numbers from the network."""
-    heads = spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads
-    return heads * ((spec.key_dim + spec.value_dim) * FLOATS[spec.dtype].item_bytes + (8 if spec.scaled else 0))
-
-
 def _validate(header: FrameHeader) -> None:
     """Refuse what no block can have, whichever end it comes from."""
     spec = header.spec
@@ -117,7 +111,7 @@ def pack_head(header: FrameHeader, digest: Digest) -> bytes:
             0,
             digest.payload_bytes,
             digest.value,
-            _raw_bytes(spec),
+            spec.raw_bytes,
             header.parameters_id,
             header.sequence,
             header.stage,
@@ -195,8 +189,8 @@ def unpack_head(head: bytes | memoryview, payload_bytes: int, max_payload_bytes:
     place = (first_layer, first_page, sequence, first_head, parameters_id)
     header = FrameHeader(request_id, codec, stage, num_stages, spec, *place)
     _validate(header)
-    if raw_bytes != _raw_bytes(spec):
-        raise FrameFormatError(f"a head has raw length {raw_bytes}; its block has {_raw_bytes(spec)} bytes")
+    if raw_bytes != spec.raw_bytes:
+        raise FrameFormatError(f"a head has raw length {raw_bytes}; its block has {spec.raw_bytes} bytes")
     return header, Digest(DigestKind(kind), digest_value, payload_bytes)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,11 +28,14 @@ from kvrail.engine.schedule.planning import Step
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.schedule.tracker import RequestTracker
 from kvrail.engine.step.closing import PageCloser
-from kvrail.engine.step.in_flight import InFlightStep, Runner
+from kvrail.engine.step.in_flight import InFlightStep
 from kvrail.errors import KvrailError, OverloadedError, WorkerUnavailableError
 from kvrail.telemetry.worker import EngineMetrics
 from kvrail.text import Tokenizer
 from kvrail.values.pagehash import page_hashes
+
+if TYPE_CHECKING:
+    from kvrail.engine.step.runner import ModelRunner
 
 logger = logging.getLogger("kvrail.engine")
 
@@ -60,7 +64,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: "ModelRunner",
         sampler: Sampler,
         scheduler: Scheduler,
         limits: ModelLimits,

@@ -12,6 +12,7 @@ from kvrail.transfer.streams import SideStream
 class PoolPages:
     """Pages of a pool that only this transfer writes, or that do not change while it reads them.
 
+    A sender reads, a receiver writes. Pages have logical numbers, from 0, and are held until the transfer has ended.
     pools: the whole pool as one block over all layers, or one block of one layer for each layer. pages: the pool's
     numbers, in the request's order. num_tokens: tokens of the prompt that the pages hold. Pages that enqueued work
     still uses may be given here: the transfer's work starts after what is enqueued now.
@@ -40,12 +41,12 @@ class PoolPages:
         return PagedBlock(pool, layers, page_ids, index)
 
     def reading(self, ready: torch.Event | None) -> AbstractContextManager[None]:
-        """Inside, work on the current stream starts once `ready` has happened."""
+        """Inside, work on the current stream reads pages, beside the engine's, as soon as `ready` has happened."""
         return self._side.after(ready)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside, work on the current stream starts after all that was enqueued when this object was made."""
+        """Inside, work on the current stream writes pages, after all that was enqueued when this object was made."""
         with self._side.after(self._before):
             yield
 
@@ -64,7 +65,7 @@ class PoolPages:
             slots[:, used:] = slots[:, used - 1 : used]
 
     def synchronize(self) -> None:
-        """Wait until the transfer's work on the device is done."""
+        """Wait until the transfer's work on the device is done: it reads and writes pages no more."""
         self._side.synchronize()
 
     def _pool_of(self, layers: range) -> tuple[Block, range]:

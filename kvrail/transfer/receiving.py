@@ -19,7 +19,7 @@ from kvrail.errors import FrameError
 from kvrail.runtime.waiting import in_thread, settled
 from kvrail.transfer.guard import FrameGuard, Transfer
 from kvrail.transfer.observer import ReceivingObserver
-from kvrail.transfer.pages import PageSink
+from kvrail.transfer.pool_pages import PoolPages
 from kvrail.transfer.silence import unless_silent
 from kvrail.transfer.sizes import max_payload_bytes
 from kvrail.transfer.stages import KeptStages
@@ -54,7 +54,7 @@ class PageReceiver:
         self,
         transfer: Transfer,
         codec: Codec,
-        sink: PageSink,
+        sink: PoolPages,
         executor: Executor,
         observer: ReceivingObserver,
         silence_s: float,

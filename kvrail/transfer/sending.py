@@ -24,8 +24,8 @@ from kvrail.codec.core.digest import Digest, digest_of
 from kvrail.codec.frame import FrameHeader, pack_head
 from kvrail.runtime.waiting import in_thread, settled
 from kvrail.transfer.observer import SendingObserver
-from kvrail.transfer.pages import PageSource
 from kvrail.transfer.pieces import Piece, cut
+from kvrail.transfer.pool_pages import PoolPages
 from kvrail.transfer.send_queue import LATER_SLOTS, SendQueue
 from kvrail.transfer.sizes import first_recent_page, pages_per_frame
 from kvrail.transport.base import Announcement, Payload, PayloadSender
@@ -92,7 +92,7 @@ class PageSender:
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._later: list[tuple[int, int, int, _StagePayload]] = []  # a heap
         self._held: asyncio.Queue[bool] = asyncio.Queue()  # True for each that was put there, False at the end
-        self._source: PageSource | None = None
+        self._source: PoolPages | None = None
         self._begun = asyncio.Event()
         self._asking = asyncio.Semaphore(2 * queue.slots)  # as many wait as may end at once, or later stages slip in
         self._leaving = asyncio.Semaphore(LATER_SLOTS)
@@ -100,7 +100,7 @@ class PageSender:
         self._digesting = asyncio.Lock()  # one by one, in the order of leaving, while the next block is encoded
         self._next_sequence = 0
 
-    def begin(self, source: PageSource, cached_pages: int) -> None:
+    def begin(self, source: PoolPages, cached_pages: int) -> None:
         """The request has its pages; of these the first `cached_pages` are complete."""
         self._source = source
         self._begun.set()

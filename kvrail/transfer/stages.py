@@ -1,7 +1,6 @@
 """Payloads of earlier stages, kept until the last stage of their pages has come, where that is decoded from them."""
 
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from kvrail.transfer.observer import ReceivingObserver
 from kvrail.transport.base import Payload
 
 
-class KeptStages:
+class KeptStages(AbstractContextManager["KeptStages"]):
     """What one attempt keeps, block by block; nothing once it is left, however it ends.
 
     wanted: whether the codec decodes a stage from the payloads of those before it; else nothing is kept.
@@ -24,12 +23,7 @@ class KeptStages:
         self._wanted = wanted
         self._payloads: dict[Bounds, list[Payload]] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for bounds in list(self._payloads):
             self._drop(bounds)
 

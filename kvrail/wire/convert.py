@@ -2,6 +2,8 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
 
 from kvrail.errors import IncompatibleError, InvalidRequestError
 from kvrail.telemetry.moments import Moment
@@ -46,9 +48,13 @@ _FINISH_REASONS = {
     FinishReason.STOP: decode_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: decode_pb2.FINISH_REASON_LENGTH,
 }
-
-
 MAX_REQUEST_ID_CHARS = 64
+_SIZES = ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size")  # of a KVLayout
+
+
+def _named(source: object, kind: Any) -> dict[str, Any]:
+    """By name, what `source` has of the fields of `kind`: a type of ours and its message name them alike."""
+    return {field.name: getattr(source, field.name) for field in fields(kind)}
 
 
 def check_request_id(request_id: str) -> None:
@@ -120,56 +126,20 @@ def check_sampling(params: SamplingParams) -> None:
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     """Write a request's parameters; raises InvalidRequestError where a value is outside its range."""
     check_sampling(params)
-    return common_pb2.SamplingParams(
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        seed=params.seed,
-        logprobs=params.logprobs,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        include_stop_in_output=params.include_stop_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-        n=params.n,
-        grammar=params.grammar,
-        prompt_logprobs=params.prompt_logprobs,
-        logprob_token_ids=params.logprob_token_ids,
-    )
+    return common_pb2.SamplingParams(**_named(params, SamplingParams))
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """Read a request's parameters; raises InvalidRequestError, naming the one that is outside its range."""
-    params = SamplingParams(
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=LogitBias(message.logit_bias),
-        seed=message.seed,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        include_stop_in_output=message.include_stop_in_output,
-        skip_special_tokens=message.skip_special_tokens,
-        n=message.n,
-        grammar=message.grammar,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        logprob_token_ids=tuple(message.logprob_token_ids),
-    )
+    given = _named(message, SamplingParams) | {
+        "logit_bias": LogitBias(message.logit_bias),
+        "logprobs": message.logprobs if message.HasField("logprobs") else None,
+        "prompt_logprobs": message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        "stop": tuple(message.stop),
+        "stop_token_ids": tuple(message.stop_token_ids),
+        "logprob_token_ids": tuple(message.logprob_token_ids),
+    }
+    params = SamplingParams(**given)
     check_sampling(params)
     return params
 
@@ -221,14 +191,7 @@ def first_tokens_from_proto(
 
 def prompt_logprobs_to_proto(found: PromptLogprobs) -> decode_pb2.PromptLogprobs:
     """Log probabilities of some of a prompt's tokens, rounded to float32."""
-    return decode_pb2.PromptLogprobs(
-        first=found.first,
-        logprobs=found.logprobs,
-        ranks=found.ranks,
-        top=found.top,
-        top_ids=found.top_ids,
-        top_logprobs=found.top_logprobs,
-    )
+    return decode_pb2.PromptLogprobs(**_named(found, PromptLogprobs))
 
 
 def prompt_logprobs_from_proto(message: decode_pb2.PromptLogprobs, vocab_size: int) -> PromptLogprobs:
@@ -260,32 +223,18 @@ def prompt_logprobs_from_proto(message: decode_pb2.PromptLogprobs, vocab_size: i
 
 def layout_to_proto(layout: KVLayout) -> common_pb2.KVLayout:
     """How pages lie, for the handshake."""
-    return common_pb2.KVLayout(
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        key_dim=layout.key_dim,
-        value_dim=layout.value_dim,
-        page_size=layout.page_size,
-        dtype=layout.dtype,
-    )
+    return common_pb2.KVLayout(**{name: getattr(layout, name) for name in (*_SIZES, "dtype")})
 
 
 def layout_from_proto(message: common_pb2.KVLayout) -> KVLayout:
     """Read a peer's layout; raises IncompatibleError where a size is 0 or the element type unknown."""
-    for name in ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size"):
+    for name in _SIZES:
         if getattr(message, name) == 0:
             raise IncompatibleError(f"the peer's KV layout has {name} 0; it must be at least 1")
     if message.dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
         raise IncompatibleError(f"the peer's KV pages have dtype {message.dtype!r}; this build knows {known}")
-    return KVLayout(
-        num_layers=message.num_layers,
-        num_kv_heads=message.num_kv_heads,
-        key_dim=message.key_dim,
-        value_dim=message.value_dim,
-        page_size=message.page_size,
-        dtype=message.dtype,
-    )
+    return KVLayout(**{name: getattr(message, name) for name in (*_SIZES, "dtype")})
 
 
 def marks_to_proto(marks: Iterable[tuple[Moment, float]]) -> list[common_pb2.Mark]:
@@ -325,17 +274,7 @@ def finish_reason_from_proto(value: decode_pb2.FinishReason) -> FinishReason | N
 
 def spans_to_proto(spans: Iterable[Span]) -> list[common_pb2.Span]:
     """What a process did for a request."""
-    return [
-        common_pb2.Span(
-            process=span.process,
-            track=span.track,
-            name=span.name,
-            begin=span.begin,
-            seconds=span.seconds,
-            sizes=span.sizes,
-        )
-        for span in spans
-    ]
+    return [common_pb2.Span(**_named(span, Span)) for span in spans]
 
 
 def spans_from_proto(messages: Sequence[common_pb2.Span]) -> list[Span]:

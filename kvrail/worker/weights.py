@@ -1,24 +1,20 @@
 """How a worker holds its model's weights: what `--weights` names, and a model's layers taken over by it."""
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from kvrail.codec.compact import gpu as compact_gpu
 from kvrail.codec.compact.format import FIXED_BYTES, CompactWeight
-from kvrail.codec.compact.format import refusal as compact_refusal
-from kvrail.codec.compact.gpu import prepare as compact_prepare
-from kvrail.codec.compact.gpu_op import compact_product
 from kvrail.codec.compact.torch_ops import compress as compact
 from kvrail.codec.fused.builds import unsupported
+from kvrail.codec.fused.weight import FusedWeight, refusal
+from kvrail.codec.papers.tbe import gpu as tbe_gpu
 from kvrail.codec.papers.tbe.cpu import compress
 from kvrail.codec.papers.tbe.format import UNIT, TbeWeight
-from kvrail.codec.papers.tbe.format import refusal as tbe_refusal
-from kvrail.codec.papers.tbe.gpu import prepare as tbe_prepare
-from kvrail.codec.papers.tbe.gpu_op import tbe_product
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.model.fusion import join_projections
 from kvrail.engine.model.linear import PLAIN, LinearMethod, linear_layers
@@ -34,54 +30,38 @@ _LEAST_ROWS = 8
 """The products with compressed weights have at least eight tokens' columns."""
 
 
-class HeldLinear(torch.nn.Module, ABC):
+class HeldLinear(torch.nn.Module):
     """Rows `begin` to `end` of a linear layer whose weight of `rows` is compressed; several may share one weight."""
 
     method: ClassVar[LinearMethod]
+    product: ClassVar[Any]
+    """The form's operation, see `product_op`."""
 
-    def __init__(self, bias: torch.Tensor | None, rows: int, columns: int, begin: int, end: int) -> None:
+    def __init__(self, weight: FusedWeight, bias: torch.Tensor | None, begin: int, end: int) -> None:
         super().__init__()
-        self.bias, self.rows, self.columns, self.begin, self.end = bias, rows, columns, begin, end
-        self.in_features, self.out_features = columns, end - begin
+        self.bias, self.rows, self.columns, self.begin, self.end = bias, weight.rows, weight.columns, begin, end
+        self.in_features, self.out_features = weight.columns, end - begin
+        self._parts = tuple(weight.parts)
+        for name, part in weight.parts.items():
+            setattr(self, name, part)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: bfloat16 [..., columns]; returns bfloat16 [..., end - begin]."""
-        out = self.product(x)
+        parts = [getattr(self, name) for name in self._parts]
+        out: torch.Tensor = self.product(x, self.bias, *parts, self.rows, self.columns)
         return out if self.end - self.begin == self.rows else out[..., self.begin : self.end]
-
-    @abstractmethod
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """All rows: bfloat16 [..., rows]."""
 
 
 class CompactLinear(HeldLinear):
     """Such a layer whose weight is compact."""
 
-    def __init__(self, weight: CompactWeight, bias: torch.Tensor | None, begin: int, end: int) -> None:
-        super().__init__(bias, weight.rows, weight.columns, begin, end)
-        self.blocks, self.index, self.counts = weight.blocks, weight.index, weight.counts
-        self.shifts, self.scales = weight.shifts, weight.scales
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """All rows: bfloat16 [..., rows]."""
-        parts = (self.blocks, self.index, self.counts, self.shifts, self.scales)
-        out: torch.Tensor = compact_product(x, self.bias, *parts, self.rows, self.columns)
-        return out
+    product = compact_gpu.product
 
 
 class TbeLinear(HeldLinear):
     """Such a layer whose weight is TCA-TBE."""
 
-    def __init__(self, weight: TbeWeight, bias: torch.Tensor | None, begin: int, end: int) -> None:
-        super().__init__(bias, weight.rows, weight.columns, begin, end)
-        self.base, self.bitmaps, self.offsets = weight.base, weight.bitmaps, weight.offsets
-        self.sign_mantissas, self.full_values = weight.sign_mantissas, weight.full_values
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """All rows: bfloat16 [..., rows]."""
-        parts = (self.base, self.bitmaps, self.sign_mantissas, self.full_values, self.offsets)
-        out: torch.Tensor = tbe_product(x, self.bias, *parts, self.rows, self.columns)
-        return out
+    product = tbe_gpu.product
 
 
 # What layers keep of a weight. Parts take as much as its values need, but layers share compiled code only where their
@@ -89,43 +69,35 @@ class TbeLinear(HeldLinear):
 # address. torch.compile takes the shapes of parameters, and of nothing else, for constants.
 
 
-def _kept(part: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(part, requires_grad=False)
+def _compact_cut(weight: CompactWeight) -> dict[str, torch.Tensor]:
+    return {"blocks": weight.blocks[: FIXED_BYTES * len(weight.index)]}
 
 
-def _compact_for_layers(weight: CompactWeight) -> CompactWeight:
-    parts = weight.parts | {"blocks": weight.blocks[: FIXED_BYTES * len(weight.index)]}
-    return CompactWeight(weight.rows, weight.columns, *map(_kept, parts.values()))
-
-
-def _tbe_for_layers(weight: TbeWeight) -> TbeWeight:
-    parts = weight.parts | {
+def _tbe_cut(weight: TbeWeight) -> dict[str, torch.Tensor]:
+    return {
         "sign_mantissas": weight.sign_mantissas[:UNIT],
         "full_values": weight.full_values[: UNIT // weight.full_values.itemsize],
     }
-    return TbeWeight(weight.rows, weight.columns, *map(_kept, parts.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedMethod(Generic[Held]):
     """A form in which a GPU holds weights in fewer bytes, and multiplies by them, with the bits of the plain ones.
 
-    refusal: why a weight cannot have it, empty where it can. load: a weight to it, in host memory. prepare: what must
-    be done on the device before a capture. for_layers: the weight as the layers that share it keep it. apply: the
-    layer, of that, bias, first row and last.
+    load: a weight to it, in host memory. prepare: what must be done on the device before a capture. cut: the parts of
+    which the layers that share a weight keep less. apply: the layer, of that, bias, first row and last.
     """
 
     name: str
-    refusal: Callable[[torch.Tensor], str]
     load: Callable[[torch.Tensor], Held]
     prepare: Callable[[Held], None]
-    for_layers: Callable[[Held], Held]
+    cut: Callable[[Held], dict[str, torch.Tensor]]
     apply: Callable[[Held, torch.Tensor | None, int, int], HeldLinear]
     invariant_rows: int = _LEAST_ROWS
 
     def accepts(self, config: Any, weight: torch.Tensor) -> str:
         """Why a weight cannot have this form; empty where it can."""
-        return self.refusal(weight)
+        return refusal(weight)
 
     def place(self, held: Held, device: torch.device) -> Held:
         """A weight from the host, ready, as layers keep it.
@@ -136,7 +108,8 @@ class CompressedMethod(Generic[Held]):
         torch.cuda.empty_cache()
         there: Held = held.to(device)
         self.prepare(there)
-        return self.for_layers(there)
+        kept = [torch.nn.Parameter(part, requires_grad=False) for part in (there.parts | self.cut(there)).values()]
+        return type(there)(there.rows, there.columns, *kept)
 
     def join(self, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         """None: projections are joined before their weights take this form."""
@@ -144,14 +117,9 @@ class CompressedMethod(Generic[Held]):
 
 
 COMPACT = CompressedMethod(
-    "compact",
-    compact_refusal,
-    lambda weight: compact(weight).to("cpu"),
-    compact_prepare,
-    _compact_for_layers,
-    CompactLinear,
+    "compact", lambda weight: compact(weight).to("cpu"), compact_gpu.prepare, _compact_cut, CompactLinear
 )
-TBE = CompressedMethod("tbe", tbe_refusal, compress, tbe_prepare, _tbe_for_layers, TbeLinear)
+TBE = CompressedMethod("tbe", compress, tbe_gpu.prepare, _tbe_cut, TbeLinear)
 CompactLinear.method, TbeLinear.method = COMPACT, TBE
 
 METHODS: dict[str, LinearMethod] = {method.name: method for method in (PLAIN, COMPACT, TBE)}

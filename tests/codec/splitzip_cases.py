@@ -54,5 +54,5 @@ def reference_payload(pages, code, tops):
 
 def reference_decode(payload, layout, tops, out):
     """Write a payload into `out`."""
-    coding = Coding((layout.keys.plan, layout.values.plan), tops)
+    coding = Coding((layout.parts[0].plan, layout.parts[1].plan), tops)
     reference.decode(0, [np.frombuffer(payload, dtype=np.uint8)], [layout], coding, out)

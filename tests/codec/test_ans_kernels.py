@@ -189,7 +189,7 @@ def test_counts_offsets_and_records_are_checked_as_on_the_host():
     inner_codec = WindowCodec("inner", {"bfloat16": CODE}, None)
     inner = np.frombuffer(inner_codec.encode(in_pool(block)).stages()[0], dtype=np.uint8)
     layout = parse_header(inner, block.spec, plans_of(block.spec, CODE))
-    assert layout.keys.records > 4 and not layout.keys.raw
+    assert layout.parts[0].records > 4 and not layout.parts[0].raw
 
     def verdict(payload):
         wrong = torch.zeros(1, dtype=torch.int32)
@@ -197,10 +197,10 @@ def test_counts_offsets_and_records_are_checked_as_on_the_host():
         return bool(wrong.item())
 
     assert not verdict(inner.copy())
-    sections, start = layout.keys.plan.sections, layout.dense_offsets[0]
+    sections, start = layout.parts[0].plan.sections, layout.offsets[0]
     counts, groups = (start + sections[name].offset for name in ("counts", "groups"))
-    records = layout.escape_offsets[0]
-    stray = layout.keys.plan.code.chunk - 1
+    records = layout.streams[0]
+    stray = layout.parts[0].plan.code.chunk - 1
     for at, value in ((counts, 0xFF), (counts + 1, 0x80), (groups, 1), (groups + 4, 1), (groups + 3, 0x80)):
         payload = inner.copy()
         payload[at] ^= value

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.codec.core.digest import DigestKind, digest_of
-from kvrail.codec.core.lanes import finished, lanes_of
+from kvrail.codec.core.digest import DigestKind, digest_of, finished, lanes_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -17,7 +17,7 @@ from test_lynx import golden_pages
 
 from kvrail.codec import registry
 from kvrail.codec.base import Block, CodecError, PagedBlock
-from kvrail.codec.papers.lynx.format import FORMATS
+from kvrail.codec.core.floats import WIDE
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=100 if os.environ.get("CI") == "true" else 25, deadline=None)
@@ -52,7 +52,7 @@ def assert_equals_reference(name, pages):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_reference(name, dtype, shape):
     assert_equals_reference(name, kv_pages(spec_of(shape, dtype), 1))
@@ -61,7 +61,7 @@ def test_equals_the_reference(name, dtype, shape):
 @PROPERTY
 @given(
     name=st.sampled_from(NAMES),
-    dtype=st.sampled_from(sorted(FORMATS)),
+    dtype=st.sampled_from(sorted(WIDE)),
     shape=st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 20), st.integers(1, 2), *[st.integers(1, 9)] * 2),
     noise=st.sampled_from([0.0, 0.002, 1.0]),
     offset=st.sampled_from([0.0, 1.0, 1000.0]),
@@ -77,7 +77,7 @@ def grouped(tensor, name, number):
     return tensor.double().transpose(2, 4).flatten(0, 3) if by_channel else tensor.double().flatten(0, 3)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_errors_stay_within_half_a_step(name, dtype):
     """Half of what the group's range gives, rounded up to the scale's type, and what is rounded to the element's."""
@@ -88,18 +88,18 @@ def test_errors_stay_within_half_a_step(name, dtype):
     for number, (sent, got) in enumerate(zip(pages.gather().tensors(), out.gather().tensors(), strict=True)):
         exact, found = grouped(sent, name, number), grouped(got, name, number)
         step = (exact.amax(1) - exact.amin(1)) / TOPS[name] * (1 + 2.0**-digits) + 2.0**-24
-        rounding = (exact.abs() + step[:, None]) * 2.0 ** -(FORMATS[dtype].mantissa_bits + 1)
+        rounding = (exact.abs() + step[:, None]) * 2.0 ** -(WIDE[dtype].mantissa_bits + 1)
         error, bound = (found - exact).abs(), step[:, None] / 2 + rounding * (1 + 2.0**-6)
         assert (error <= bound).all()
         assert (error > bound * 0.9).any()  # the bound is not generous
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_largest_ranges_stay_finite(name, dtype):
     """A range of twice the largest number overflows neither on the way nor at the top."""
     spec = spec_of((1, 1, 48, 1, 48, 48), dtype)
-    largest = FORMATS[dtype].largest
+    largest = WIDE[dtype].largest
     ramp = torch.linspace(-1, 1, 48, dtype=torch.float64) * largest
     keys = (ramp.view(1, 1, 48, 1, 1) + torch.zeros(1, 1, 48, 1, 48)).to(getattr(torch, dtype))
     block = Block(keys, keys.transpose(2, 4).contiguous())
@@ -109,7 +109,7 @@ def test_the_largest_ranges_stay_finite(name, dtype):
     assert (found.values.double() - block.values.double()).abs().max() <= step * 0.51 + largest * 2.0**-8
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_smallest_numbers_and_both_zeros(name, dtype):
     bits = torch.int32 if dtype == "float32" else torch.int16
@@ -122,7 +122,7 @@ def test_smallest_numbers_and_both_zeros(name, dtype):
     )  # of two zeros the one without a sign is the minimum
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_of_one_number_are_exact(name, dtype):
     keys = torch.randn(1, 3, 1, 2, 1, generator=torch.Generator().manual_seed(1))
@@ -135,7 +135,7 @@ def test_groups_of_one_number_are_exact(name, dtype):
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_that_are_not_finite_travel_as_they_are_and_change_no_other(name, dtype, odd):
     """Page 2 of layer 0 of the keys, and page 4 of layer 1 of the values."""
@@ -189,7 +189,7 @@ def test_eight_bit_types_are_refused(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("noise", [0.0, 1e-5])
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_writes_and_restores_the_same_bytes(name, dtype, noise):
     codec, pages = registry.get(name), kv_pages(spec_of((3, 7, 61, 3, 64, 33), dtype), 9, noise)

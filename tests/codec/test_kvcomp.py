@@ -17,12 +17,12 @@ from test_integer import golden_cases
 
 from kvrail.codec import registry
 from kvrail.codec.base import Block, CodecError, PagedBlock
+from kvrail.codec.core.floats import WIDE
 from kvrail.codec.papers.kvcomp import codebook
 from kvrail.codec.papers.kvcomp.codec import KVCompCodec
 from kvrail.codec.papers.kvcomp.format import (
     BLOCK_CODE,
     CHANNEL_CODE,
-    FORMATS,
     Granularity,
     KVCompCode,
     TensorCode,
@@ -86,7 +86,7 @@ def assert_within_bound(code, exact, found):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", CODES)
 def test_equals_the_reference(name, dtype, shape):
     assert_equals_reference(CODES[name], kv_pages(spec_of(shape, dtype), 1))
@@ -95,7 +95,7 @@ def test_equals_the_reference(name, dtype, shape):
 @PROPERTY
 @given(
     code=CODE,
-    dtype=st.sampled_from(sorted(FORMATS)),
+    dtype=st.sampled_from(sorted(WIDE)),
     shape=st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 20), st.integers(1, 2), *[st.integers(1, 30)] * 2),
     noise=st.sampled_from([0.0, 0.002, 0.1, 1.0]),
     offset=st.sampled_from([0.0, 1.0, 1000.0]),
@@ -106,7 +106,7 @@ def test_equals_the_reference_and_keeps_the_bound_on_any_pages(code, dtype, shap
 
 
 @PROPERTY
-@given(code=CODE, dtype=st.sampled_from(sorted(FORMATS)), seed=st.integers(0, 2**32), power=st.integers(-140, 120))
+@given(code=CODE, dtype=st.sampled_from(sorted(WIDE)), seed=st.integers(0, 2**32), power=st.integers(-140, 120))
 def test_the_bound_holds_for_any_magnitude(code, dtype, seed, power):
     """From subnormal numbers to the largest, with values at the middle between steps among them."""
     pages = kv_pages(spec_of((1, 2, 24, 2, 20, 20), dtype), seed)
@@ -115,7 +115,7 @@ def test_the_bound_holds_for_any_magnitude(code, dtype, seed, power):
     assert_equals_reference(code, dataclasses.replace(pages, pools=Block(*pools)))
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", CODES)
 def test_the_bound_is_not_generous(name, dtype):
     code = CODES[name]
@@ -128,17 +128,17 @@ def test_the_bound_is_not_generous(name, dtype):
     assert stats.escapes == stats.raw_tensors == 0
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", CODES)
 def test_the_largest_ranges_stay_finite(name, dtype):
-    ramp = torch.linspace(-1, 1, 48, dtype=torch.float64) * FORMATS[dtype].largest
+    ramp = torch.linspace(-1, 1, 48, dtype=torch.float64) * WIDE[dtype].largest
     keys = (ramp.view(1, 1, 48, 1, 1) + torch.zeros(1, 1, 48, 1, 48)).to(getattr(torch, dtype))
     block = Block(keys, keys.transpose(2, 4).contiguous())
     stats, found = assert_equals_reference(CODES[name], PagedBlock.whole(block))
     assert stats.escapes == 0 and found.keys.isfinite().all() and found.values.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", CODES)
 def test_units_of_one_number_are_exact(name, dtype):
     numbers = torch.arange(1, 4).view(1, 3, 1, 1, 1).expand(1, 3, 32, 2, 32).to(getattr(torch, dtype)).contiguous()
@@ -148,7 +148,7 @@ def test_units_of_one_number_are_exact(name, dtype):
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", CODES)
 def test_what_is_not_finite_is_carried_exactly_and_changes_no_other_value(name, dtype, odd):
     pages = kv_pages(spec_of((2, 4, 32, 2, 32, 32), dtype), 3)
@@ -243,7 +243,7 @@ def test_eight_bit_types_are_refused(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("noise", [0.0, 0.002])
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", CODES)
 def test_a_gpu_writes_and_restores_the_same_bytes(name, dtype, noise):
     codec, pages = registry.get(name), kv_pages(spec_of((3, 7, 61, 3, 64, 33), dtype), 9, noise)

@@ -14,8 +14,9 @@ from lynx_cases import kv_block, kv_pages, reference_decode, reference_payloads
 
 from kvrail.codec.base import Block, BlockSpec, CodecError, PagedBlock
 from kvrail.codec.core import cpu as core_cpu
+from kvrail.codec.core.floats import WIDE
 from kvrail.codec.papers.lynx.codec import lynx, lynx_exact
-from kvrail.codec.papers.lynx.format import FORMATS, LynxCode
+from kvrail.codec.papers.lynx.format import LynxCode
 from kvrail.codec.papers.lynx.payload import EXACT, parse, parse_both, plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -53,14 +54,14 @@ def assert_equals_reference(pages, code):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("code", CODES, ids=str)
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 def test_equals_the_reference(dtype, code, shape):
     assert_equals_reference(kv_pages(spec_of(shape, dtype), 1, noise=0.01), code)
 
 
 @PROPERTY
 @given(
-    dtype=st.sampled_from(sorted(FORMATS)),
+    dtype=st.sampled_from(sorted(WIDE)),
     code=st.builds(LynxCode, st.sampled_from([0.0, 0.01, 1.0, 60.0]), st.sampled_from([8, 16, 64])),
     shape=st.tuples(*[st.integers(1, 2)] * 2, st.integers(1, 40), st.integers(1, 2), *[st.integers(1, 9)] * 2),
     noise=st.sampled_from([0.0, 0.02, 1.0]),
@@ -127,7 +128,7 @@ def assert_non_finite_values_leak_nowhere(block, code):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 def test_values_that_are_not_finite_become_finite(dtype):
     """Infinities become the ends of their channel, NaN the lower one: within a step of them."""
     spec = spec_of((1, 1, 16, 1, 3, 3), dtype)
@@ -142,7 +143,7 @@ def test_values_that_are_not_finite_become_finite(dtype):
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 def test_errors_keep_their_bounds(dtype, code):
     """README.md, "Error": half a cell, half a step, and what is rounded to the element type."""
     block = kv_block(spec_of((1, 3, 64, 2, 32, 32), dtype), 7, offset=0.5)
@@ -153,7 +154,7 @@ def test_errors_keep_their_bounds(dtype, code):
     half = (parts.amax(3, keepdim=True) - parts.amin(3, keepdim=True)) / 2
     page = (exact.amax(2) - exact.amin(2)).view(1, 3, 1, 1, 2, 32) / 2
     scale = (half * (1 + 2**-7) + page * (4 / 255 if chunk < 64 else 0)).expand_as(parts).reshape(exact.shape)
-    rounding = exact.abs() * 2.0 ** -FORMATS[dtype].mantissa_bits
+    rounding = exact.abs() * 2.0 ** -WIDE[dtype].mantissa_bits
     for stage, widths in ((0, np.diff(code.edges)), (1, code.steps)):
         lynx(code).decode(stage, payloads[: stage + 1], pages)
         bound = scale * float(widths.max()) / 128 / 2 * (1 + 2**-7) + rounding * (1 + stage)
@@ -164,7 +165,7 @@ def test_errors_keep_their_bounds(dtype, code):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("code", CODES, ids=str)
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", WIDE)
 def test_second_stage_gives_the_same_whatever_lies_in_the_pages(dtype, code, shape):
     """But for what travels raw, which the first stage alone has."""
     pages = kv_pages(spec_of(shape, dtype), 4, noise=0.01)

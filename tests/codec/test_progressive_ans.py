@@ -35,7 +35,7 @@ def assert_equals_reference(pages, kept=(3, 1), chunk=4096):
     codec, before = ProgressiveAnsCodec(kept, chunk), copy_of(pages)
     encoding = codec.encode(pages)
     payloads = encoding.stages()
-    wanted = reference.encode(pages, codec._plans(pages))
+    wanted = reference.encode(pages, codec._coding(pages))
     assert [bytes(payload) for payload in payloads] == [bytes(payload) for payload in wanted.stages()]
     assert encoding.stats() == wanted.stats()
     assert bits_of(pages.pools) == bits_of(before.pools)
@@ -87,7 +87,7 @@ def test_every_bit_pattern_survives(dtype, kept):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_reference_decodes_what_it_encodes(dtype, shape):
     pages, codec = pages_with_escapes(spec_of(shape, dtype), 8), ProgressiveAnsCodec((2, 3))
-    plans, out = codec._plans(pages), scattered(pages.spec, 9)
+    plans, out = codec._coding(pages), scattered(pages.spec, 9)
     expected = copy_of(out)
     first, second = (np.frombuffer(each, dtype=np.uint8) for each in reference.encode(pages, plans).stages())
     layouts = parse_first(first, pages.spec, plans), parse_rest(second, plans)
@@ -218,14 +218,14 @@ def test_golden_payloads(dtype):
 SPEC = spec_of((1, 2, 63, 2, 20, 24), "bfloat16")  # tiles with padding
 CODEC = ProgressiveAnsCodec()
 PAGES = pages_with_escapes(SPEC, 1)
-PLANS = CODEC._plans(PAGES)
+PLANS = CODEC._coding(PAGES)
 PAYLOADS = [bytes(stage) for stage in CODEC.encode(PAGES).stages()]
 STAGES = [0, 1]
 
 
 def test_the_payloads_themselves_are_coded_and_good():
     layout = parse_first(np.frombuffer(PAYLOADS[0], dtype=np.uint8), SPEC, PLANS)
-    assert not layout.inner.keys.raw and not layout.inner.values.raw and layout.inner.keys.records
+    assert not any(part.raw for part in layout.inner.parts) and layout.inner.parts[0].records
     out = scattered(SPEC, 2)
     decode_stages(CODEC, [memoryview(payload) for payload in PAYLOADS], out)
     assert bits_of(out.gather()) == bits_of(PAGES.gather())

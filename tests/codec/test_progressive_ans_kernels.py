@@ -32,14 +32,14 @@ CASES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim; element typ
 
 def decode(stage, payload, codec, out):
     """Decode a stage by the kernels."""
-    source, plans = np.frombuffer(payload, dtype=np.uint8), codec._plans(out)
+    source, plans = np.frombuffer(payload, dtype=np.uint8), codec._coding(out)
     layout = parse_first(source, out.spec, plans) if stage == 0 else parse_rest(source, plans)
     gpu.decode(stage, [source], [layout], plans, out)
 
 
 def check(pages, codec, kept):
     """Encode by the kernels and decode stage by stage; the payloads."""
-    encoding, expected = gpu.encode(pages, codec._plans(pages)), cpu.encode(pages, codec._plans(pages))
+    encoding, expected = gpu.encode(pages, codec._coding(pages)), cpu.encode(pages, codec._coding(pages))
     payloads = encoding.stages()
     assert [bytes(payload) for payload in payloads] == [bytes(payload) for payload in expected.stages()]
     assert encoding.stats() == expected.stats()

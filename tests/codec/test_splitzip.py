@@ -154,7 +154,7 @@ def test_wide_tiles_have_extensions():
     codec = codec_of("bfloat16", False, 4)
     payload = np.frombuffer(codec.encode(pages).stages()[0], dtype=np.uint8)
     layout = parse(payload, pages.spec, plans_of(pages.spec, WindowCode(4, False)))
-    assert 0 < layout.keys.extensions <= layout.keys.records
+    assert 0 < layout.parts[0].extensions <= layout.parts[0].records
     out = scattered(pages.spec, 9)
     reference_decode(payload, layout, tops_of(pages, False), out)
     assert bits_of(out.gather()) == bits_of(pages.gather())

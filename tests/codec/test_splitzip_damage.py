@@ -50,13 +50,13 @@ def word_at(name, offset, size=2):
 def section_of(name, tensor, section):
     """Where a section of the keys (0) or the values (1) begins in the payload."""
     layout = layout_of(name)
-    return layout.dense_offsets[tensor] + layout.parts[tensor].plan.sections[section].offset
+    return layout.offsets[tensor] + layout.parts[tensor].plan.sections[section].offset
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_payload_itself_is_good(name):
     layout, out = layout_of(name), scattered(SPEC, 2)
-    assert not layout.keys.raw and not layout.values.raw and layout.keys.records and layout.values.records
+    assert not layout.parts[0].raw and not layout.parts[1].raw and layout.parts[0].records and layout.parts[1].records
     CODECS[name].decode(0, [memoryview(PAYLOADS[name])], out)
     assert bits_of(out.gather()) == bits_of(PAGES.gather())
 
@@ -92,7 +92,7 @@ def test_counts_and_groups_that_do_not_add_up_are_refused(name, tensor):
 @pytest.mark.parametrize("name", NAMES)
 def test_record_that_lies_on_no_value_is_refused(name, tensor):
     """63 rows of 40 or 48 columns are not whole tiles, so that the highest positions are padding."""
-    where = layout_of(name).escape_offsets[tensor]
+    where = layout_of(name).streams[tensor]
     assert_refused(name, with_bytes(name, where, b"\xff\x0f"), "position 4095")
 
 

@@ -15,7 +15,6 @@ from kvrail.codec.base import Block, CodecError
 from kvrail.codec.splitzip.one_stage import gpu
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_encode
 from kvrail.codec.splitzip.one_stage.plan import Coding
-from kvrail.codec.splitzip.tiles import gpu as tiles_gpu
 from kvrail.codec.splitzip.tiles import gpu_launch
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 from kvrail.codec.splitzip.tiles.payload import parse, scale_bytes_of, travels_raw
@@ -134,8 +133,8 @@ def test_payload_decodes_into_the_pages_named_and_no_others(shape, dtype, code):
     encoding = gpu.encode(pages, Coding(plans_of(pages.spec, code), tops))
     payload = np.frombuffer(encoding.stages()[0], dtype=np.uint8)
     layout = parse(payload, pages.spec, plans_of(pages.spec, code))
-    assert not (layout.keys.raw and layout.values.raw)
-    assert encoding.stats().escapes == layout.keys.records + layout.values.records
+    assert not (layout.parts[0].raw and layout.parts[1].raw)
+    assert encoding.stats().escapes == layout.parts[0].records + layout.parts[1].records
     gpu.decode(0, [payload], [layout], Coding(plans_of(pages.spec, code), tops), out)
     assert bits_of(out.pools) == bits_of(wanted.pools)
     assert bits_of(pages.pools) == before
@@ -163,7 +162,7 @@ def test_a_tensor_that_would_grow_travels_raw_by_itself(code):
     encoding = gpu.encode(pages, Coding(plans_of(pages.spec, code), tops))
     payload = np.frombuffer(encoding.stages()[0], dtype=np.uint8)
     layout = parse(payload, pages.spec, plans_of(pages.spec, code))
-    assert (layout.keys.raw, layout.values.raw, encoding.stats().raw_tensors) == (True, False, 1)
+    assert (layout.parts[0].raw, layout.parts[1].raw, encoding.stats().raw_tensors) == (True, False, 1)
     out = scattered(pages.spec, 3)
     wanted = copy_of(out)
     wanted.scatter(pages.gather())
@@ -184,7 +183,7 @@ def test_more_escapes_than_there_is_room_for_take_larger_memory(shape, dtype, co
     pages = pages_of(shape, dtype, code, 1, 0.5)
     plans, tops = plans_of(pages.spec, code), tops_of(pages, code)
     usual = gpu.encode(pages, Coding(plans, tops))
-    monkeypatch.setattr(tiles_gpu, "ESCAPE_SHARE", 1 << 40)
+    monkeypatch.setattr(gpu, "ESCAPE_SHARE", 1 << 40)
     encoding = gpu.encode(pages, Coding(plans, tops))
     room = encoding._host.numel()
     payload = bytes(encoding.stages()[0])

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrail.codec.base import CodecError
+from kvrail.codec.fused.weight import refusal
 from kvrail.codec.papers.tbe.cpu import check, compress, decompress
-from kvrail.codec.papers.tbe.format import TbeWeight, refusal
+from kvrail.codec.papers.tbe.format import TbeWeight
 from kvrail.config.settings import DEMO_MODEL
 from tests.codec.test_compact import bits, normal, of_bits
 from tests.reference import tbe as reference

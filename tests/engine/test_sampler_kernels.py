@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrail.engine.batch.batch import NOT_DRAWN
 from kvrail.engine.sampling.draw import DrawParams, draw_on_cpu
-from kvrail.engine.sampling.sampling_kernels import draw_on_cuda
+from kvrail.engine.sampling.sampling_kernels import begin_draw
 from tests.engine.test_sampler import UNDRAWABLE, mixed_rows, random_logits, row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,6 +28,10 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
+def drawn_on_cuda(logits: torch.Tensor, params: list[DrawParams], block: int) -> list[int]:
+    return begin_draw(logits, params, block).tolist()
+
+
 @pytest.mark.parametrize("vocab_size", [1, 500, 513])
 def test_equals_the_cpu(vocab_size: int) -> None:
     @settings(max_examples=12)
@@ -35,7 +39,7 @@ def test_equals_the_cpu(vocab_size: int) -> None:
     def check(kinds: list[dict], position: int) -> None:
         params = [DrawParams.of(row(i, position, **kind)) for i, kind in enumerate(kinds)]
         logits = random_logits(len(kinds), vocab_size, position)
-        assert draw_on_cuda(logits.to(DEVICE), params, block=512) == draw_on_cpu(logits, params)
+        assert drawn_on_cuda(logits.to(DEVICE), params, block=512) == draw_on_cpu(logits, params)
 
     check()
 
@@ -43,7 +47,7 @@ def test_equals_the_cpu(vocab_size: int) -> None:
 def test_many_unfiltered_draws_equal_the_cpu() -> None:
     params = [DrawParams.of(row(i % 4, i, seed=i // 8)) for i in range(128)]
     logits = random_logits(128, 700) / 3
-    assert draw_on_cuda(logits.to(DEVICE), params, block=512) == draw_on_cpu(logits, params)
+    assert drawn_on_cuda(logits.to(DEVICE), params, block=512) == draw_on_cpu(logits, params)
 
 
 def test_minus_infinity_equal_logits_and_strided_rows() -> None:
@@ -52,7 +56,7 @@ def test_minus_infinity_equal_logits_and_strided_rows() -> None:
     logits[:, 100:130] = 2.0
     params = [DrawParams.of(asked) for asked in mixed_rows(24)]
     expected = draw_on_cpu(logits[:, :800].contiguous(), params)
-    assert draw_on_cuda(logits.to(DEVICE)[:, :800], params, block=256) == expected
+    assert drawn_on_cuda(logits.to(DEVICE)[:, :800], params, block=256) == expected
 
 
 def test_rows_that_cannot_be_drawn_are_told_as_on_the_cpu() -> None:
@@ -62,11 +66,11 @@ def test_rows_that_cannot_be_drawn_are_told_as_on_the_cpu() -> None:
     params = [DrawParams.of(row(i, temperature=i % 2 * 0.7, top_p=0.9)) for i in range(16)]
     expected = draw_on_cpu(logits, params)
     assert [i for i, token in enumerate(expected) if token == NOT_DRAWN] == [1, 2, 5, 6, 9, 10]
-    assert draw_on_cuda(logits.to(DEVICE), params, block=256) == expected
+    assert drawn_on_cuda(logits.to(DEVICE), params, block=256) == expected
 
 
 def test_block_size_does_not_matter() -> None:
     logits = random_logits(8, 600)
     params = [DrawParams.of(asked) for asked in mixed_rows(8)]
-    drawn = [draw_on_cuda(logits.to(DEVICE), params, block=block) for block in (256, 1024)]
+    drawn = [drawn_on_cuda(logits.to(DEVICE), params, block=block) for block in (256, 1024)]
     assert drawn[0] == drawn[1]

@@ -11,7 +11,7 @@ from kvrail.codec.base import Block
 from kvrail.codec.core.sections import joined
 from kvrail.codec.papers.kvcomp.codebook import MAX_BITS, lengths_of, packed_lengths
 from kvrail.codec.papers.kvcomp.format import SLACK, TINY, KVCompCode
-from kvrail.codec.papers.kvcomp.payload import Layout, Part, escapes_of, parse, plans_of, section, tables_of
+from kvrail.codec.papers.kvcomp.payload import Layout, Part, escapes_of, parse, plans_of, tables_of
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
 from kvrail.codec.papers.kvcomp.torch_ops import half_tiny
 
@@ -36,10 +36,12 @@ def decode(payload: bytes, block: Block, code: KVCompCode) -> Block:
         if part.raw:
             found.append(_tensor(fixed[: plan.raw_bytes].tobytes(), plan.dtype).view(plan.shape))
             continue
-        minima = _tensor(section(fixed, plan, "minima").tobytes(), plan.dtype).float().numpy().reshape(plan.unit_shape)
-        bits = section(fixed, plan, "scales").view("<u2").astype(np.uint32) << 16
+        minima = (
+            _tensor(plan.sections["minima"].of(fixed).tobytes(), plan.dtype).float().numpy().reshape(plan.unit_shape)
+        )
+        bits = plan.sections["scales"].of(fixed).view("<u2").astype(np.uint32) << 16
         tables, words = tables_of(fixed, plan), source[stream : stream + 4 * part.words]
-        symbols = _read(words.tobytes(), section(fixed, plan, "lengths").view("<u2"), tables, plan)
+        symbols = _read(words.tobytes(), plan.sections["lengths"].of(fixed).view("<u2"), tables, plan)
         tensor = _restored(minima, bits.view(np.float32).reshape(plan.unit_shape), symbols, plan)
         positions, elements = escapes_of(source[stream:], part)
         tensor.view(-1)[torch.from_numpy(positions.astype(np.int64))] = _tensor(elements.tobytes(), plan.dtype)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvrail.codec.base import EncodingStats, PagedBlock
 from kvrail.codec.core.arrays import Bits, Bytes, Ints
-from kvrail.codec.core.cpu import CpuEncoding, matrices
+from kvrail.codec.core.cpu import CpuEncoding
 from kvrail.codec.core.floats import FloatFormat
 from kvrail.codec.core.sections import joined
 from kvrail.codec.papers.lynx.format import CELLS, STEPS, TINY, LynxCode
@@ -23,10 +23,10 @@ from kvrail.codec.papers.lynx.payload import (
     Part,
     escapes_of,
     places_of,
-    section,
     travels_raw,
 )
 from kvrail.codec.papers.lynx.plan import Coding, TensorPlan
+from tests.reference.pools import matrices
 
 Floats = npt.NDArray[np.float32]
 
@@ -174,8 +174,8 @@ def encode_exact(
     """
     dense[:] = 0
     for name in {"scales", "widths"} & plan.sections[EXACT].keys():
-        section(dense, plan, EXACT, name)[:] = section(residuals, plan, RESIDUAL, name)
-    lengths, streams = section(dense, plan, EXACT, "lengths").view("<u4"), []
+        plan.sections[EXACT][name].of(dense)[:] = plan.sections[RESIDUAL][name].of(residuals)
+    lengths, streams = plan.sections[EXACT]["lengths"].of(dense).view("<u4"), []
     positions: list[int] = []
     elements: list[int] = []
     for tile, number, columns in _tiles(plan):
@@ -200,7 +200,7 @@ def encode_exact(
 def decode_exact(dense: Bytes, stream: Bytes, part: Part, pages: Ints, pool: Bits) -> None:
     """Restore the elements in `pool`; stream: the words, then the escapes."""
     plan = part.plan
-    lengths, start = section(dense, plan, EXACT, "lengths").view("<u4"), 0
+    lengths, start = plan.sections[EXACT]["lengths"].of(dense).view("<u4"), 0
     for tile, number, columns in _tiles(plan):
         layer, page = divmod(number, plan.num_pages)
         matrix = pool[layer, pages[page]]
@@ -223,7 +223,7 @@ def _encode_page(matrix: Bits, number: int, plan: TensorPlan, anchors: Bytes, re
     numbers = to_float(matrix, plan.format)
     _write_chunks(numbers, number, plan, anchors)
     for name in plan.sections[RESIDUAL].keys() - {"codes"}:
-        section(residuals, plan, RESIDUAL, name)[:] = section(anchors, plan, ANCHOR, name)
+        plan.sections[RESIDUAL][name].of(residuals)[:] = plan.sections[ANCHOR][name].of(anchors)
     codes = _codes(numbers, _stored_chunks(anchors, ANCHOR, number, plan), plan)
     _write_codes(codes // STEPS, ANCHOR, number, plan, anchors)
     _write_codes(codes % STEPS, RESIDUAL, number, plan, residuals)
@@ -340,7 +340,7 @@ def _element(key: int, form: FloatFormat) -> int:
 def _page_of(dense: Bytes, stage: int, name: str, number: int, plan: TensorPlan) -> Bits:
     """A view of a page's share of a section: [columns], or for lows and widths [chunks, columns], or of codes."""
     size = {"minima": plan.format.item_bytes, "scales": 2}.get(name, 1)
-    view: Bits = section(dense, plan, stage, name).view(f"<u{size}").reshape(plan.pages, -1, plan.columns)[number]
+    view: Bits = plan.sections[stage][name].of(dense).view(f"<u{size}").reshape(plan.pages, -1, plan.columns)[number]
     return view[0] if name in ("minima", "scales") else view
 
 

@@ -6,10 +6,11 @@ import numpy as np
 
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.cpu import CpuEncoding, matrices
+from kvrail.codec.core.cpu import CpuEncoding
 from kvrail.codec.core.sections import aligned, joined
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles.payload import Layout, Part, stats_of, travels_raw
+from tests.reference.pools import matrices
 from tests.reference.tiles import decode_tensor, encode_tensor, place_whole
 
 
@@ -33,7 +34,7 @@ def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
             dense_parts.append(dense.tobytes())
             escapes += [records.tobytes(), extensions.tobytes()]
     scales = b"".join(pool[:, page_ids].tobytes() for pool in pools[2:])
-    header = Layout(parts[0], parts[1], len(scales)).header()
+    header = Layout((parts[0], parts[1]), len(scales)).header()
     return CpuEncoding([memoryview(joined((header, *dense_parts, scales, *escapes)))], stats_of(parts))
 
 
@@ -41,12 +42,12 @@ def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], cod
     """Write the one payload into `out`. Raises CodecError, with `out` untouched, where a pool is not contiguous."""
     (source,), (layout,) = payloads, layouts
     page_ids, pools = np.array(out.page_ids, dtype=np.int64), matrices(out)
-    starts = zip(layout.parts, layout.dense_offsets, layout.escape_offsets, coding.tops, pools, strict=False)
+    starts = zip(layout.parts, layout.offsets, layout.streams, coding.tops, pools, strict=False)
     for part, dense, records, tops, pool in starts:
         if not part.raw:
             extensions = records + aligned(2 * part.records)
             decode_tensor(
-                source[dense : dense + part.dense_bytes],
+                source[dense : dense + part.fixed_bytes],
                 source[records : records + 2 * part.records].view("<u2"),
                 source[extensions : extensions + part.extensions],
                 page_ids,

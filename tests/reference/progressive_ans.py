@@ -6,7 +6,7 @@ import numpy as np
 
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.cpu import CpuEncoding, matrices
+from kvrail.codec.core.cpu import CpuEncoding
 from kvrail.codec.core.sections import joined, packed_header
 from kvrail.codec.splitzip.entropy.payload import CODED, LENGTHS, pieces_of
 from kvrail.codec.splitzip.one_stage.plan import Coding
@@ -22,6 +22,7 @@ from kvrail.codec.splitzip.tiles.format import SEGMENTS, planes_of
 from kvrail.codec.splitzip.tiles.payload import parse, parse_header
 from tests.reference import entropy as rans
 from tests.reference import one_stage, tiles
+from tests.reference.pools import matrices
 
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
@@ -30,7 +31,7 @@ def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
     inner = np.frombuffer(encoding.payloads[0], dtype=np.uint8)
     layout = parse_header(inner, pages.spec, (plans[0].whole, plans[1].whole))
     pieces = [inner[place].tobytes() for place in pieces_of(layout)]
-    raw, rests = (layout.keys.raw, layout.values.raw), []
+    raw, rests = (layout.parts[0].raw, layout.parts[1].raw), []
     for number, whole, plan in zip(SHOWN, raw, plans, strict=True):
         if not whole:
             fields = _read(np.frombuffer(pieces[number], dtype=np.uint8), plan, plan.field_bits)

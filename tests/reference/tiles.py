@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvrail.codec.core.arrays import Bits, Bytes, Ints
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
-from kvrail.codec.splitzip.tiles.payload import WIDE, Layout, check_records, offsets_of_groups, section
+from kvrail.codec.splitzip.tiles.payload import WIDE, Layout, check_records, offsets_of_groups
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 
@@ -25,7 +25,7 @@ def encode_tensor(
     dense[:] = 0
     records: list[int] = []
     extensions: list[int] = []
-    counts = section(dense, plan, "counts").view("<u2")
+    counts = plan.sections["counts"].of(dense).view("<u2")
     for tile, layer, bits, real in tiles(pool, pages, plan):
         exponents, significands = _split(bits, plan)
         top = _channel_tops(exponents, real, plan, dense, tile) if tops is None else tops[layer]
@@ -38,7 +38,7 @@ def encode_tensor(
             for s in range(SEGMENTS)
             if distance[s, j] >= plan.code.window
         ]
-        limit = 1 << plan.code.distance_bits
+        limit = 1 << 16 - plan.code.position_bits
         wide = any(far >= limit for _, far in beyond)
         counts[tile] = len(beyond) | (WIDE if wide else 0)
         records += [position | (far % limit) << plan.code.position_bits for position, far in beyond]
@@ -58,7 +58,7 @@ def decode_tensor(
 ) -> None:
     """Write the elements into `pool`; the inverse of `encode_tensor`. Raises CodecError where a record lies nowhere."""
     check_records(dense, records, plan)
-    counts = section(dense, plan, "counts").view("<u2")
+    counts = plan.sections["counts"].of(dense).view("<u2")
     next_record, next_extension = 0, 0
     for tile, layer, bits, real in tiles(pool, pages, plan):
         top = _stored_tops(plan, dense, tile) if tops is None else tops[layer]
@@ -68,7 +68,7 @@ def decode_tensor(
         for record in records[next_record : next_record + count].tolist():
             position, far = record % plan.code.chunk, record // plan.code.chunk
             if wide:
-                far += int(extensions[next_extension]) << plan.code.distance_bits
+                far += int(extensions[next_extension]) << (16 - plan.code.position_bits)
                 next_extension += 1
             distance[position % SEGMENTS, position // SEGMENTS] = plan.code.window + far
         next_record += count
@@ -122,25 +122,25 @@ def _channel_tops(exponents: Ints, real: npt.NDArray[np.bool_], plan: TensorPlan
     """Write a tile's top and drops; give the top of each value's column, [J]."""
     largest = np.where(real, exponents, 0).reshape(SEGMENTS, plan.segment_rows, plan.tile_width).max(axis=(0, 1))
     top = int(largest.max())
-    section(dense, plan, "tops")[tile] = top
+    plan.sections["tops"].of(dense)[tile] = top
     padded = np.zeros(2 * plan.drop_bytes, dtype=np.int64)
     padded[: plan.tile_width] = np.minimum(top - largest, 15)
     low, high = padded[: plan.drop_bytes], padded[plan.drop_bytes :]
-    section(dense, plan, "drops").reshape(-1, plan.drop_bytes)[tile] = low | high << 4
+    plan.sections["drops"].of(dense).reshape(-1, plan.drop_bytes)[tile] = low | high << 4
     return _stored_tops(plan, dense, tile)
 
 
 def _stored_tops(plan: TensorPlan, dense: Bytes, tile: int) -> Ints:
-    packed = section(dense, plan, "drops").reshape(-1, plan.drop_bytes)[tile].astype(np.int64)
+    packed = plan.sections["drops"].of(dense).reshape(-1, plan.drop_bytes)[tile].astype(np.int64)
     drops = np.concatenate([packed & 15, packed >> 4])[: plan.tile_width]
-    return np.tile(int(section(dense, plan, "tops")[tile]) - drops, plan.segment_rows)
+    return np.tile(int(plan.sections["tops"].of(dense)[tile]) - drops, plan.segment_rows)
 
 
 def write_planes(fields: Ints, plan: TensorPlan, name: str, widths: tuple[int, ...], dense: Bytes, tile: int) -> None:
     """Write a tile's fields [8, J] to planes of such widths, into zeros."""
     shift = 0
     for number, width in enumerate(widths):
-        plane = section(dense, plan, f"{name}{number}").reshape(plan.tiles, width, plan.segment_values)
+        plane = plan.sections[f"{name}{number}"].of(dense).reshape(plan.tiles, width, plan.segment_values)
         for s in range(SEGMENTS):
             part = fields[s] >> shift & (1 << width) - 1
             plane[tile, s % width] |= (part << s // width * width).astype(np.uint8)
@@ -152,7 +152,7 @@ def read_planes(plan: TensorPlan, name: str, widths: tuple[int, ...], dense: Byt
     fields = np.zeros((SEGMENTS, plan.segment_values), dtype=np.int64)
     shift = 0
     for number, width in enumerate(widths):
-        plane = section(dense, plan, f"{name}{number}").reshape(plan.tiles, width, plan.segment_values)
+        plane = plan.sections[f"{name}{number}"].of(dense).reshape(plan.tiles, width, plan.segment_values)
         for s in range(SEGMENTS):
             part = plane[tile, s % width].astype(np.int64) >> s // width * width & (1 << width) - 1
             fields[s] |= part << shift
@@ -161,16 +161,16 @@ def read_planes(plan: TensorPlan, name: str, widths: tuple[int, ...], dense: Byt
 
 
 def _write_groups(plan: TensorPlan, dense: Bytes) -> None:
-    counts = section(dense, plan, "counts").view("<u2")
+    counts = plan.sections["counts"].of(dense).view("<u2")
     sizes = (counts & (WIDE - 1)).astype(np.int64)
-    groups = section(dense, plan, "groups").view("<u4").reshape(-1, 2)
+    groups = plan.sections["groups"].of(dense).view("<u4").reshape(-1, 2)
     groups[:, 0] = offsets_of_groups(sizes)
     groups[:, 1] = offsets_of_groups(np.where(counts & WIDE, sizes, 0))
 
 
 def place_whole(source: Bytes, layout: Layout, pages: Ints, pools: Sequence[Bits]) -> None:
     """Write what a payload brings as it is: keys or values that travel raw, and scales."""
-    starts = [start if part.raw else None for part, start in zip(layout.parts, layout.dense_offsets, strict=True)]
+    starts = [start if part.raw else None for part, start in zip(layout.parts, layout.offsets, strict=True)]
     starts += [layout.scale_offset, layout.scale_offset + layout.scale_bytes // 2]
     for pool, start in zip(pools, starts, strict=False):
         if start is not None:

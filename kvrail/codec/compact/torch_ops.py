@@ -7,13 +7,12 @@ from kvrail.codec.compact.format import (
     FIRST_EXPONENT,
     FIXED_BYTES,
     LOW_BYTES,
-    STRIP_ROWS,
-    TILE_COLUMNS,
     UNIT,
     WINDOW,
     CompactWeight,
-    refusal,
 )
+from kvrail.codec.fused.launch import STRIP_ROWS
+from kvrail.codec.fused.weight import TILE_COLUMNS, refusal
 
 _ROWS_AT_ONCE = 4096
 """Rows compressed at once: the operations hold some forty bytes for each weight."""

@@ -2,12 +2,13 @@
 
 import functools
 import importlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from kvrail.codec.base import Encoding, PagedBlock
+from kvrail.codec.base import Codec, Encoding, PagedBlock, check_dtype, check_place
 from kvrail.codec.core.arrays import Bytes
 
 Coding = TypeVar("Coding", contravariant=True)
@@ -47,3 +48,24 @@ def backend_of(package: str, device: torch.device) -> Any:
 @functools.cache
 def _module(name: str) -> Any:
     return importlib.import_module(name)
+
+
+class BackendCodec(Codec):
+    """A codec of KV pages whose work the Backend of its package does."""
+
+    package: str
+
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
+        """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
+
+        Raises CodecError where the element type is none of `dtypes`, a pool's tensor does not lie as the device takes
+        it, or a codebook has no such layer; ValueError where payloads are to stay `on_device`.
+        """
+        check_place(self, pages, on_device)
+        check_dtype(self, pages)
+        backend: Backend[Any, Any] = backend_of(self.package, pages.device)
+        return backend.encode(pages, self._coding(pages))
+
+    @abstractmethod
+    def _coding(self, pages: PagedBlock) -> Any:
+        """What both ends know of a block of pages before any of its bytes."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import CodecError, EncodingStats, PagedBlock, Payload
-from kvrail.codec.core.arrays import Bits, Bytes, Ints
+from kvrail.codec.core.arrays import Bytes, Ints
 
 Result = TypeVar("Result")
 
@@ -48,15 +48,6 @@ def byte_pools(pages: PagedBlock) -> list[Bytes]:
     return [pool.flatten(2).view(torch.uint8).numpy() for pool in pools]
 
 
-def matrices(pages: PagedBlock) -> list[Bits]:
-    """The pool's tensors, cut to the layers chosen, as unsigned integers [layers, pool pages, rows, columns]; views.
-
-    Raises CodecError where one is not contiguous.
-    """
-    pools = zip(byte_pools(pages), pages.layer_pools(), strict=True)
-    return [whole.view(f"u{pool.element_size()}").reshape(*pool.shape[:3], -1) for whole, pool in pools]
-
-
 def gather(pool: Bytes, page_ids: Ints, target: Bytes, offset: int) -> int:
     """Copy pages to `offset` of `target`; the end of what was written."""
     shape = (pool.shape[0], page_ids.size, pool.shape[2])
@@ -68,14 +59,6 @@ def gather(pool: Bytes, page_ids: Ints, target: Bytes, offset: int) -> int:
 def scatter(pool: Bytes, page_ids: Ints, source: Bytes) -> None:
     """Write contiguous pages to their places."""
     pool[:, page_ids] = source.reshape(pool.shape[0], page_ids.size, pool.shape[2])
-
-
-def append(target: Bytes, offset: int, pieces: list[Bytes]) -> int:
-    """Write pieces one after the other from `offset` on; the end of what was written."""
-    for piece in pieces:
-        target[offset : offset + piece.size] = piece
-        offset += piece.size
-    return offset
 
 
 def on_threads(work: Callable[[int, int], Result], count: int, raw_bytes: int) -> list[Result]:

@@ -1,4 +1,4 @@
-"""Kernels for a CPU, compiled by numba once and kept, and an instruction that numba does not offer.
+"""Kernels for a CPU, compiled by numba once and kept, and instructions that numba does not offer.
 
 The workers of one machine start together and need the same kernels. One process at a time compiles those of a cache
 folder; the others wait until a kernel is kept, and load it. The lock is a file's (flock), so it ends with the process
@@ -7,6 +7,7 @@ that holds it. What is compiled, or waited for, is logged.
 
 import fcntl
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -172,11 +173,28 @@ def _tell_once(why: str) -> None:
     logger.warning("kernels are compiled at every start (%s); name a folder in NUMBA_CACHE_DIR to keep them", why)
 
 
-@intrinsic
-def trailing_zeros(typing_context: Any, word: Any) -> Any:
+def instruction(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make of a function, which writes LLVM's instructions, one that kernels call with this signature.
+
+    It gets LLVM's builder and the arguments' values, and gives a value where the signature has one.
+    """
+
+    def decorate(build: Callable[..., Any]) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            found = build(builder, *arguments)
+            return context.get_dummy_value() if found is None else found
+
+        def called(typing_context: Any, *arguments: Any) -> Any:
+            return signature, generate
+
+        called.__name__, called.__doc__ = build.__name__, build.__doc__
+        called.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]  # numba counts by it
+        return intrinsic(called)
+
+    return decorate
+
+
+@instruction(int64(uint64))
+def trailing_zeros(builder: Any, word: Any) -> Any:
     """Zero bits below the lowest one of a 64-bit word that is not 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-    return int64(uint64), generate
+    return builder.cttz(word, ir.Constant(ir.IntType(1), 1))

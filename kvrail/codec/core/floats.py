@@ -33,3 +33,5 @@ FLOATS = {
     "float8_e4m3fn": FloatFormat(4, 3, 448.0),
 }
 """By torch's name of the type."""
+WIDE = {name: FLOATS[name] for name in ("bfloat16", "float16", "float32")}
+"""Those that lossy codes take: types of eight bits are nearly as coarse already."""

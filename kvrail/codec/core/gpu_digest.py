@@ -50,7 +50,7 @@ _idle: defaultdict[torch.device, deque[_Summer]] = defaultdict(deque)
 
 
 def sum_of_words(payload: torch.Tensor) -> int:
-    """The sum of lanes.py over the words of a payload, uint8 [n], contiguous and complete, modulo 2^64.
+    """The sum of digest.py over the words of a payload, uint8 [n], contiguous and complete, modulo 2^64.
 
     Any thread may call it; other streams are not waited for.
     """

@@ -1,15 +1,15 @@
-"""Triton kernel of the digest LANES; lanes.py defines it."""
+"""Triton kernel of the digest LANES; digest.py defines it."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from kvrail.codec.core import lanes
+from kvrail.codec.core import digest
 
-FIRST = tl.constexpr(lanes.FIRST)
-SECOND = tl.constexpr(lanes.SECOND)
-PLACE = tl.constexpr(lanes.PLACE)
+FIRST = tl.constexpr(digest.FIRST)
+SECOND = tl.constexpr(digest.SECOND)
+PLACE = tl.constexpr(digest.PLACE)
 
 
 @triton.jit

@@ -91,3 +91,18 @@ def pointer_to(data, SIZE: tl.constexpr):
     else:
         result = data.to(tl.pointer_type(tl.uint8))
     return result
+
+
+@triton.jit
+def load(pointer, mask, PADDED: tl.constexpr):
+    """What lies there; 0 where masked."""
+    return tl.load(pointer, mask=mask if PADDED else None, other=0 if PADDED else None)
+
+
+@triton.jit
+def store(pointer, data, mask, PADDED: tl.constexpr):
+    """Store data of a wider type, which fits."""
+    if PADDED:
+        tl.store(pointer, data.to(pointer.dtype.element_ty), mask=mask)
+    else:
+        tl.store(pointer, data.to(pointer.dtype.element_ty))

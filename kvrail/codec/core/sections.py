@@ -10,19 +10,25 @@ codec, stage, parameters, shape and element type are in the frame's head (kvrail
 """
 
 import struct
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.floats import FloatFormat
 
 ALIGNMENT = 16
 """Every section starts at a multiple of this."""
 _HEADER = struct.Struct("<5I12s")
 HEADER_BYTES = _HEADER.size
 
+Data = TypeVar("Data", Bytes, torch.Tensor)
 Raw = tuple[bool, bool]
 Counts = tuple[int, int, int, int]
 
@@ -49,6 +55,10 @@ class Section:
         """The byte after the last."""
         return self.offset + self.size
 
+    def of(self, data: Data) -> Data:
+        """What lies there in the tensor's part, `data`; a view."""
+        return data[self.offset : self.end]
+
 
 def sections_of(sizes: dict[str, int]) -> dict[str, Section]:
     """Sections of such sizes one after the other, each aligned."""
@@ -57,6 +67,11 @@ def sections_of(sizes: dict[str, int]) -> dict[str, Section]:
         sections[name] = Section(offset, size)
         offset += aligned(size)
     return sections
+
+
+def bytes_of(sections: Mapping[str, Section]) -> int:
+    """Bytes of sections, with their padding."""
+    return sum(aligned(section.size) for section in sections.values())
 
 
 def joined(pieces: Iterable[bytes]) -> bytes:
@@ -68,6 +83,12 @@ def pad(target: Bytes, end: int) -> int:
     """Zeros from `end` to the next section; where that begins."""
     target[end : aligned(end)] = 0
     return aligned(end)
+
+
+def pad_all(target: Bytes, sections: Mapping[str, Section]) -> None:
+    """Zeros between sections and after the last."""
+    for section in sections.values():
+        pad(target, section.end)
 
 
 def packed_header(raw: Raw, counts: Counts = (0, 0, 0, 0)) -> bytes:
@@ -85,28 +106,66 @@ def parsed_header(payload: Bytes) -> tuple[Raw, Counts]:
     return (bool(flags & 1), bool(flags & 2)), (keys, more_keys, values, more_values)
 
 
-class PayloadPart(Protocol):
-    """What a payload has of keys or of values."""
+def check_minima(minima: Bytes, format: FloatFormat) -> None:
+    """Raise CodecError where a section of elements has one that is not finite."""
+    infinite = format.exponents - 1 << format.mantissa_bits
+    if (minima.view(f"<u{format.item_bytes}") & infinite == infinite).any():
+        raise CodecError("a payload has a minimum that is not finite")
+
+
+def check_scales(section: Bytes, end: int, least: int = 0) -> None:
+    """Raise CodecError where scales of 16 bits have other bits than those of 0 or of `least` to `end` - 1."""
+    scales = section.view("<u2")
+    wrong = scales >= end  # with a sign too
+    if least:
+        wrong |= (scales > 0) & (scales < least)
+    if wrong.any():
+        raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
+
+
+class PayloadPart:
+    """What a payload has of keys or of values: sections of fixed places, then pieces of any size.
+
+    raw: whether it travels as it is.
+    """
+
+    __slots__ = ()
+    plan: Any
+    raw: bool
 
     @property
-    def raw(self) -> bool:
-        """Whether it travels as it is."""
-        ...
+    def sections(self) -> Mapping[str, Section]:
+        """What has its place whatever the data is."""
+        return {"elements": Section(0, self.plan.raw_bytes)} if self.raw else self.plan.sections
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes whose place does not depend on the data, padding included."""
-        ...
+        """Bytes of the sections, padding included."""
+        fixed: int = aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
+        return fixed
+
+    @property
+    @abstractmethod
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of each piece, without padding."""
 
     @property
     def variable_bytes(self) -> int:
-        """Bytes whose number depends on the data, padding included."""
-        ...
+        """Bytes of the pieces, padding included."""
+        return sum(map(aligned, self.pieces))
 
     @property
+    @abstractmethod
     def counts(self) -> tuple[int, int]:
         """Its counts in the header."""
-        ...
+
+    def cut(self, stream: Data) -> list[Data]:
+        """The pieces, given a payload from the first on; views."""
+        found, start = [], 0
+        for size in self.pieces:
+            found.append(stream[start : start + size])
+            start += aligned(size)
+        return found
 
 
 PartT = TypeVar("PartT", bound=PayloadPart)
@@ -114,9 +173,13 @@ PartT = TypeVar("PartT", bound=PayloadPart)
 
 @dataclass(frozen=True)
 class PairLayout(Generic[PartT]):
-    """The layout of a payload: header, what is fixed of keys and of values, then what is variable of each."""
+    """The layout of a payload: header, what is fixed of keys and of values, scales, then what is variable of each.
+
+    scale_bytes: of keys' and values' scales together; 0 where elements have none.
+    """
 
     parts: tuple[PartT, PartT]
+    scale_bytes: int = 0
 
     @cached_property
     def offsets(self) -> tuple[int, int]:
@@ -124,9 +187,14 @@ class PairLayout(Generic[PartT]):
         return HEADER_BYTES, HEADER_BYTES + self.parts[0].fixed_bytes
 
     @cached_property
+    def scale_offset(self) -> int:
+        """Where the scales begin."""
+        return self.offsets[1] + self.parts[1].fixed_bytes
+
+    @cached_property
     def streams(self) -> tuple[int, int]:
         """Where what is variable begins."""
-        first = self.offsets[1] + self.parts[1].fixed_bytes
+        first = self.scale_offset + aligned(self.scale_bytes)
         return first, first + self.parts[0].variable_bytes
 
     @cached_property
@@ -138,6 +206,16 @@ class PairLayout(Generic[PartT]):
         """The first HEADER_BYTES bytes."""
         keys, values = self.parts
         return packed_header((keys.raw, values.raw), (*keys.counts, *values.counts))
+
+    def complete(self, payload: Bytes) -> None:
+        """Write what a payload has beside sections, scales and pieces: its header, and zeros behind each."""
+        payload[:HEADER_BYTES] = np.frombuffer(self.header(), dtype=np.uint8)
+        pad(payload, self.scale_offset + self.scale_bytes)
+        for part, start, piece in zip(self.parts, self.offsets, self.streams, strict=True):
+            for section in part.sections.values():
+                pad(payload, start + section.end)
+            for size in part.pieces:
+                piece = pad(payload, piece + size)
 
     def check_size(self, payload: Bytes) -> None:
         """Raise CodecError where a payload has another size."""

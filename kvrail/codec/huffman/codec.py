@@ -4,12 +4,13 @@ import math
 
 import numpy as np
 import torch
+from xxhash import xxh3_64_intdigest as digest
 
 from kvrail.codec.base import CodecError, Payload
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.huffman import cpu
 from kvrail.codec.huffman.format import FORMATS, Format
-from kvrail.codec.huffman.payload import MAGIC, MAX_DIMENSIONS, Bytes, Layout, digest, parse
+from kvrail.codec.huffman.payload import MAGIC, MAX_DIMENSIONS, Bytes, Layout, parse
 
 
 class HuffmanCodec:
@@ -109,7 +110,7 @@ def _base(layout: Layout, base: Bytes | None) -> Bytes | None:
         return None
     if base is None:
         raise CodecError("the container is a delta; decode it with the base that it was encoded with")
-    if base.size != layout.raw_bytes or digest(base) != layout.base_digest:
+    if base.size != layout.raw_bytes or digest(base.data) != layout.base_digest:
         raise CodecError(
             f"the base of {base.size} bytes is not the one that this delta was encoded with; give that one"
         )

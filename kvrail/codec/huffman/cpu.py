@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest as digest
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.huffman.cpu_block_kernels import STREAMS
@@ -25,7 +26,7 @@ from kvrail.codec.huffman.cpu_code_kernels import WINDOW
 from kvrail.codec.huffman.cpu_coded_kernels import RAW
 from kvrail.codec.huffman.cpu_digest_kernels import SHORT
 from kvrail.codec.huffman.format import Format
-from kvrail.codec.huffman.payload import SIZE_BITS, Bytes, Layout, chunks_of, digest
+from kvrail.codec.huffman.payload import SIZE_BITS, Bytes, Layout, chunks_of
 
 _MAX_THREADS = 8
 _ALIGNMENT = 64
@@ -253,7 +254,7 @@ def encode(
         format,
         shape,
         format.chunk_bits,
-        None if base is None else digest(base),
+        None if base is None else digest(base.data),
         lengths if static else None,
         np.zeros((chunks, item), np.uint32),
         np.zeros(chunks, np.uint64),
@@ -270,7 +271,7 @@ def encode(
 
     _on_threads(_useful(threads, chunks), item, words, work)
     for chunk in np.flatnonzero(np.diff(places) <= SHORT):
-        layout.digests[chunk] = digest(out[places[chunk] : places[chunk + 1]])
+        layout.digests[chunk] = digest(out[places[chunk] : places[chunk + 1]].data)
     out[:head_bytes] = np.frombuffer(layout.head(), np.uint8)
     return out[: int(places[-1])].data.toreadonly()
 
@@ -310,7 +311,7 @@ def decode(
     rows, digests = layout.rows[chunks.start : chunks.stop], layout.digests[chunks.start : chunks.stop]
     damaged = "chunk {} of {} does not match its checksum: the container is damaged"
     for chunk in (sizes <= SHORT).nonzero()[0]:
-        if digest(coded[ends[chunk] - sizes[chunk] : ends[chunk]]) != digests[chunk]:
+        if digest(coded[ends[chunk] - sizes[chunk] : ends[chunk]].data) != digests[chunk]:
             raise CodecError(damaged.format(chunks.start + chunk, len(layout.digests)))
     useful = _useful(threads, len(chunks))
     if useful > 1 and item == 1 and base is None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types, uint64, void
+from numba import njit, uint64, void
 from numba import uint64 as u64
-from numba.extending import intrinsic
 
+from kvrail.codec.core.cpu_compile import instruction
 from kvrail.codec.huffman.cpu_word_kernels import copy_memory, load_word
 
 SHORT = 240
@@ -94,75 +94,45 @@ def _take_in_block(
     builder.store(builder.mul(found, _all(_PRIME)), _eight(builder, sums, 0), align=1)
 
 
-@intrinsic
-def _add_block(typing_context: Any, sums: Any, data: Any, secret: Any) -> Any:
+@instruction(void(uint64, uint64, uint64))
+def _add_block(builder: Any, sums: Any, data: Any, secret: Any) -> None:
     """Take in the block at `data`; all three are addresses."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _take_in_block(builder, *arguments)
-        return context.get_dummy_value()
-
-    return void(types.uint64, types.uint64, types.uint64), generate
+    _take_in_block(builder, sums, data, secret)
 
 
-@intrinsic
-def _copy_block(typing_context: Any, sums: Any, data: Any, secret: Any, target: Any) -> Any:
+@instruction(void(uint64, uint64, uint64, uint64))
+def _copy_block(builder: Any, sums: Any, data: Any, secret: Any, target: Any) -> None:
     """The same, and copy the block to `target`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _take_in_block(builder, *arguments)
-        return context.get_dummy_value()
-
-    return void(types.uint64, types.uint64, types.uint64, types.uint64), generate
+    _take_in_block(builder, sums, data, secret, target)
 
 
-@intrinsic
-def _stream_block(typing_context: Any, sums: Any, data: Any, secret: Any, target: Any) -> Any:
+@instruction(void(uint64, uint64, uint64, uint64))
+def _stream_block(builder: Any, sums: Any, data: Any, secret: Any, target: Any) -> None:
     """The same, past the caches; `target` is a multiple of _WIDTH."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _take_in_block(builder, *arguments, past_caches=True)
-        return context.get_dummy_value()
-
-    return void(types.uint64, types.uint64, types.uint64, types.uint64), generate
+    _take_in_block(builder, sums, data, secret, target, past_caches=True)
 
 
-@intrinsic
-def _all_stored(typing_context: Any) -> Any:
+@instruction(void())
+def _all_stored(builder: Any) -> None:
     """Whoever learns of this call's end finds what was stored past the caches."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return void(), generate
+    builder.fence("seq_cst")
 
 
-@intrinsic
-def _add_stripe(typing_context: Any, sums: Any, data: Any, secret: Any) -> Any:
+@instruction(void(uint64, uint64, uint64))
+def _add_stripe(builder: Any, sums: Any, data: Any, secret: Any) -> None:
     """Take in the stripe at `data`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, data, secret = arguments
-        words = builder.load(_eight(builder, data, 0), align=1)
-        found = _take_in(builder, builder.load(_eight(builder, sums, 0), align=1), words, secret, 0)
-        builder.store(found, _eight(builder, sums, 0), align=1)
-        return context.get_dummy_value()
-
-    return void(types.uint64, types.uint64, types.uint64), generate
+    words = builder.load(_eight(builder, data, 0), align=1)
+    found = _take_in(builder, builder.load(_eight(builder, sums, 0), align=1), words, secret, 0)
+    builder.store(found, _eight(builder, sums, 0), align=1)
 
 
-@intrinsic
-def _folded(typing_context: Any, first: Any, second: Any) -> Any:
+@instruction(uint64(uint64, uint64))
+def _folded(builder: Any, first: Any, second: Any) -> Any:
     """The exclusive or of both halves of a product of 128 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        wide = ir.IntType(128)
-        product = builder.mul(*(builder.zext(each, wide) for each in arguments))
-        high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
-        return builder.xor(builder.trunc(product, ir.IntType(64)), high)
-
-    return types.uint64(types.uint64, types.uint64), generate
+    wide = ir.IntType(128)
+    product = builder.mul(*(builder.zext(each, wide) for each in (first, second)))
+    high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+    return builder.xor(builder.trunc(product, ir.IntType(64)), high)
 
 
 @njit(nogil=True)

@@ -6,9 +6,10 @@
 from typing import Any
 
 from llvmlite import ir
-from numba import int64, njit, types, uint64, void
+from numba import int64, njit, uint64, void
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from kvrail.codec.core.cpu_compile import instruction
 
 _WORD = ir.IntType(64)
 
@@ -17,47 +18,29 @@ def _place(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, ir.PointerType(_WORD))
 
 
-@intrinsic
-def _add(typing_context: Any, address: Any, number: Any) -> Any:
+@instruction(int64(uint64, int64))
+def _add(builder: Any, address: Any, number: Any) -> Any:
     """Add to the word at `address`, which is aligned; what it was before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", _place(builder, arguments[0]), arguments[1], "monotonic")
-
-    return types.int64(types.uint64, types.int64), generate
+    return builder.atomic_rmw("add", _place(builder, address), number, "monotonic")
 
 
-@intrinsic
-def _load(typing_context: Any, address: Any) -> Any:
+@instruction(int64(uint64))
+def _load(builder: Any, address: Any) -> Any:
     """The word at `address`, and what its writer wrote before it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_place(builder, arguments[0]), "acquire", 8)
-
-    return types.int64(types.uint64), generate
+    return builder.load_atomic(_place(builder, address), "acquire", 8)
 
 
-@intrinsic
-def _store(typing_context: Any, address: Any, number: Any) -> Any:
+@instruction(void(uint64, int64))
+def _store(builder: Any, address: Any, number: Any) -> None:
     """Write the word at `address`, after all that this thread wrote before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], _place(builder, arguments[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return void(types.uint64, types.int64), generate
+    builder.store_atomic(number, _place(builder, address), "release", 8)
 
 
-@intrinsic
-def _give_way(typing_context: Any) -> Any:
+@instruction(void())
+def _give_way(builder: Any) -> None:
     """Let another thread have the core, if one waits for it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), ()), "sched_yield")
-        builder.call(function, ())
-        return context.get_dummy_value()
-
-    return void(), generate
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), ()), "sched_yield")
+    builder.call(function, ())
 
 
 @njit(nogil=True)

@@ -9,7 +9,8 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import carray, njit, types, uint8, uint64, void
 from numba.core import cgutils, config
-from numba.extending import intrinsic
+
+from kvrail.codec.core.cpu_compile import instruction
 
 
 def _place(builder: Any, address: Any) -> Any:
@@ -29,67 +30,41 @@ def _deposits() -> bool:
 DEPOSITS = _deposits()
 
 
-@intrinsic
-def load_word(typing_context: Any, address: Any) -> Any:
+@instruction(uint64(uint64))
+def load_word(builder: Any, address: Any) -> Any:
     """The eight bytes from `address` on, which need not be aligned. The caller has checked that they may be read."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_place(builder, arguments[0]), align=1)
-
-    return uint64(types.uint64), generate
+    return builder.load(_place(builder, address), align=1)
 
 
-@intrinsic
-def store_word(typing_context: Any, address: Any, word: Any) -> Any:
+@instruction(void(uint64, uint64))
+def store_word(builder: Any, address: Any, word: Any) -> None:
     """Write eight bytes from `address` on, which need not be aligned. The caller has checked that it may."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], _place(builder, arguments[0]), align=1)
-        return context.get_dummy_value()
-
-    return void(types.uint64, types.uint64), generate
+    builder.store(word, _place(builder, address), align=1)
 
 
-@intrinsic
-def copy_memory(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
+@instruction(void(uint64, uint64, uint64))
+def copy_memory(builder: Any, target: Any, source: Any, size: Any) -> None:
     """Copy `size` bytes that do not overlap, by the C library's way. The caller has checked that they are there."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, of = (builder.inttoptr(each, ir.PointerType(ir.IntType(8))) for each in arguments[:2])
-        cgutils.raw_memcpy(builder, to, of, arguments[2], 1)
-        return context.get_dummy_value()
-
-    return void(types.uint64, types.uint64, types.uint64), generate
+    to, of = (builder.inttoptr(each, ir.PointerType(ir.IntType(8))) for each in (target, source))
+    cgutils.raw_memcpy(builder, to, of, size, 1)
 
 
-@intrinsic
-def leading_zeros(typing_context: Any, word: Any) -> Any:
+@instruction(uint64(uint64))
+def leading_zeros(builder: Any, word: Any) -> Any:
     """How many of the highest bits of `word` are 0: 64 where all are."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
-
-    return uint64(types.uint64), generate
+    return builder.ctlz(word, ir.Constant(ir.IntType(1), 0))
 
 
-@intrinsic
-def trailing_zeros(typing_context: Any, word: Any) -> Any:
+@instruction(uint64(uint64))
+def trailing_zeros(builder: Any, word: Any) -> Any:
     """How many of the lowest bits of `word` are 0: 64 where all are."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
-
-    return uint64(types.uint64), generate
+    return builder.cttz(word, ir.Constant(ir.IntType(1), 0))
 
 
-@intrinsic
-def set_bits(typing_context: Any, word: Any) -> Any:
+@instruction(uint64(uint64))
+def set_bits(builder: Any, word: Any) -> Any:
     """How many bits of `word` are 1."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return uint64(types.uint64), generate
+    return builder.ctpop(word)
 
 
 def _instruction(builder: Any, name: str, arguments: Any) -> Any:
@@ -100,42 +75,27 @@ def _instruction(builder: Any, name: str, arguments: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-@intrinsic
-def deposited(typing_context: Any, word: Any, mask: Any) -> Any:
+@instruction(uint64(uint64, uint64))
+def deposited(builder: Any, word: Any, mask: Any) -> Any:
     """The lowest bits of `word`, in order, where `mask` has ones. Where DEPOSITS does not hold, 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _instruction(builder, "llvm.x86.bmi.pdep.64", arguments)
-
-    return uint64(types.uint64, types.uint64), generate
+    return _instruction(builder, "llvm.x86.bmi.pdep.64", (word, mask))
 
 
-@intrinsic
-def extracted(typing_context: Any, word: Any, mask: Any) -> Any:
+@instruction(uint64(uint64, uint64))
+def extracted(builder: Any, word: Any, mask: Any) -> Any:
     """The bits of `word` where `mask` has ones, in order, as the lowest. Where DEPOSITS does not hold, 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _instruction(builder, "llvm.x86.bmi.pext.64", arguments)
-
-    return uint64(types.uint64, types.uint64), generate
+    return _instruction(builder, "llvm.x86.bmi.pext.64", (word, mask))
 
 
-@intrinsic
-def reversed_bits(typing_context: Any, word: Any) -> Any:
+@instruction(uint64(uint64))
+def reversed_bits(builder: Any, word: Any) -> Any:
     """A word with its highest bit lowest, and so on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitreverse(arguments[0])
-
-    return uint64(types.uint64), generate
+    return builder.bitreverse(word)
 
 
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.PointerType(ir.IntType(8)))
-
-    return types.voidptr(types.uint64), generate
+@instruction(types.voidptr(uint64))
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
 
 
 @njit(nogil=True)

@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest as digest
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.core.digest import DigestKind, digest_of
 from kvrail.codec.huffman.format import BY_NUMBER, Format
 
 Bytes = npt.NDArray[np.uint8]
@@ -26,11 +26,6 @@ MAX_MODE = 5
 SIZE_BITS = 28
 _DIGEST, _ROW = np.dtype("<u8"), np.dtype("<u4")
 _SIZES = np.uint32((1 << SIZE_BITS) - 1)
-
-
-def digest(data: Bytes) -> int:
-    """XXH3-64 of bytes."""
-    return digest_of(data.data, DigestKind.XXH3).value
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +88,7 @@ class Layout:
                 MAGIC, VERSION, self.format.number, *fields, self.base_digest or 0, len(self.digests), check
             )
 
-        return header(digest(np.frombuffer(header(0) + rest, dtype=np.uint8))) + rest
+        return header(digest(header(0) + rest)) + rest
 
 
 def chunks_of(raw_bytes: int, chunk_bytes: int) -> int:
@@ -127,7 +122,7 @@ def parse(source: Bytes) -> Layout:
         raise CodecError(f"the index of {chunks} chunks ends at byte {head} of {source.size}: the container is cut off")
     text = source[:head].tobytes()
     cleared = np.frombuffer(text[: HEADER_BYTES - 8] + bytes(8) + text[HEADER_BYTES:], dtype=np.uint8)
-    if digest(cleared) != check:
+    if digest(cleared.data) != check:
         raise CodecError("header and index do not match their checksum: the container is damaged")
     shape = struct.unpack_from(f"<{ndim}Q", text, HEADER_BYTES)
     static = None

@@ -17,10 +17,10 @@ from kvrail.codec.base import (
     check_stage,
 )
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.floats import WIDE
 from kvrail.codec.core.gpu import record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.core.sections import HEADER_BYTES, aligned
-from kvrail.codec.integer.format import FORMATS, INT4, INT8, IntegerCode
+from kvrail.codec.integer.format import INT4, INT8, IntegerCode
 from kvrail.codec.integer.payload import Layout, Part, parse, plans_of, raw_pages_of
 from kvrail.codec.integer.plan import TensorPlan
 from kvrail.codec.integer.torch_ops import dequantise, quantise
@@ -59,7 +59,7 @@ class IntegerEncoding:
         """What it came to, after `stages`; escapes: values of raw pages."""
         parts = self._layout.parts
         return EncodingStats(
-            sum(part.plan.pages * part.plan.page_values for part in parts),
+            sum(part.plan.values for part in parts),
             sum(part.raw_pages * part.plan.page_values for part in parts),
             sum(part.raw for part in parts),
         )
@@ -82,14 +82,14 @@ class IntegerEncoding:
                 if part.raw_pages:
                     pages = tensor.flatten(0, 1).index_select(0, found[number].to(tensor.device))
                     _fill(self._host[self._layout.streams[number] :], pages)
-        _complete(self._host.numpy(), self._layout)
+        self._layout.complete(self._host.numpy())
 
 
 class IntegerCodec(Codec):
     """Codes of eight or four bits, with a minimum and a scale a group; on CPU and CUDA."""
 
     exact = False
-    dtypes = frozenset(FORMATS)
+    dtypes = frozenset(WIDE)
 
     def __init__(self, name: str, code: IntegerCode) -> None:
         self.name = name
@@ -132,10 +132,8 @@ def _restored(source: Bytes, uploaded: torch.Tensor, part: Part, start: int, tai
     """Keys or values, on the device; source: the payload on the host, uploaded: the same on the device."""
     plan, fixed = part.plan, uploaded[start:]
     if part.raw:
-        return fixed[: plan.pages * plan.page_bytes].view(plan.dtype).view(plan.shape)
-    minima, scales, codes = (
-        fixed[plan.sections[name].offset : plan.sections[name].end] for name in ("minima", "scales", "codes")
-    )
+        return fixed[: plan.raw_bytes].view(plan.dtype).view(plan.shape)
+    minima, scales, codes = (plan.sections[name].of(fixed) for name in ("minima", "scales", "codes"))
     tensor = dequantise(
         minima.view(plan.dtype).view(plan.group_shape),
         scales.view(plan.scale_dtype).view(plan.group_shape),
@@ -147,20 +145,6 @@ def _restored(source: Bytes, uploaded: torch.Tensor, part: Part, start: int, tai
         pages = uploaded[tail : tail + part.raw_pages * plan.page_bytes].view(plan.dtype)
         tensor.view(plan.pages, -1).index_copy_(0, numbers, pages.view(part.raw_pages, -1))
     return tensor
-
-
-def _complete(host: Bytes, layout: Layout) -> None:
-    """Write a payload's header and the zeros between its sections."""
-    host[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-    ends = []
-    for part, start, tail in zip(layout.parts, layout.offsets, layout.streams, strict=True):
-        if part.raw:
-            ends.append(start + part.plan.pages * part.plan.page_bytes)
-        else:
-            ends += [start + section.end for section in part.plan.sections.values()]
-        ends.append(tail + part.raw_pages * part.plan.page_bytes)
-    for end in ends:
-        host[end : aligned(end)] = 0
 
 
 def _fill(target: torch.Tensor, tensor: torch.Tensor) -> None:

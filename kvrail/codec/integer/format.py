@@ -1,11 +1,7 @@
-"""Element types that the codes take, and which values share a minimum and a scale."""
+"""Which values share a minimum and a scale."""
 
 from dataclasses import dataclass
 
-from kvrail.codec.core.floats import FLOATS
-
-FORMATS = {name: FLOATS[name] for name in ("bfloat16", "float16", "float32")}
-"""Element types that the codes take."""
 CHANNEL, TOKEN = 2, 4
 """Dimensions of [layers, pages, page_size, kv_heads, dim] over which a group stretches: a page's tokens of one channel,
 or the channels of one token and head."""

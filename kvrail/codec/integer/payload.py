@@ -5,17 +5,18 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.sections import PairLayout, aligned, parsed_header
-from kvrail.codec.integer.format import FORMATS, IntegerCode
+from kvrail.codec.core.floats import WIDE
+from kvrail.codec.core.plans import shapes
+from kvrail.codec.core.sections import PairLayout, PayloadPart, check_minima, check_scales, parsed_header
+from kvrail.codec.integer.format import IntegerCode
 from kvrail.codec.integer.plan import TensorPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(PayloadPart):
     """What a payload has of one tensor.
 
     raw: it travels as it is. raw_pages: how many of its pages travel as they are, behind the sections; 0 where raw.
@@ -26,14 +27,9 @@ class Part:
     raw_pages: int = 0
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the sections, or of the elements, padding included."""
-        return aligned(self.plan.pages * self.plan.page_bytes) if self.raw else self.plan.coded_bytes
-
-    @property
-    def variable_bytes(self) -> int:
-        """Bytes of the raw pages, padding included."""
-        return aligned(self.raw_pages * self.plan.page_bytes)
+    def pieces(self) -> tuple[int]:
+        """The raw pages."""
+        return (self.raw_pages * self.plan.page_bytes,)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -47,11 +43,8 @@ Layout = PairLayout[Part]
 @lru_cache(maxsize=256)
 def plans_of(spec: BlockSpec, code: IntegerCode) -> tuple[TensorPlan, TensorPlan]:
     """Plans of keys and values."""
-    dtype, lead = getattr(torch, spec.dtype), (spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads)
-    return (
-        TensorPlan(code, code.key_axis, dtype, (*lead, spec.key_dim)),
-        TensorPlan(code, code.value_axis, dtype, (*lead, spec.value_dim)),
-    )
+    keys, values = shapes(spec)
+    return TensorPlan(code, *keys, code.key_axis), TensorPlan(code, *values, code.value_axis)
 
 
 def parse(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
@@ -84,20 +77,9 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
 def _check_sections(fixed: Bytes, part: Part) -> None:
     """Check that flags, minima and scales are what an encoder can have written."""
     plan = part.plan
-    found = {name: fixed[where.offset : where.end] for name, where in plan.sections.items()}
+    found = {name: where.of(fixed) for name, where in plan.sections.items()}
     if (found["flags"] > 1).any() or int(found["flags"].sum(dtype=np.int64)) != part.raw_pages:
         raise CodecError(f"pages' flags do not say what the header says: {part.raw_pages} raw pages")
-    infinite = _infinity(plan.dtype)
-    minima = found["minima"].view(f"<u{plan.dtype.itemsize}")
-    if (minima & infinite == infinite).any():
-        raise CodecError("a payload has a minimum that is not finite")
-    scales = found["scales"].view("<u2")
-    wrong = scales >= _infinity(plan.scale_dtype)  # with a sign too
-    if wrong.any():
-        raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
-
-
-def _infinity(dtype: torch.dtype) -> int:
-    """Bits of infinity."""
-    float_format = FORMATS[str(dtype).removeprefix("torch.")]
-    return ((1 << float_format.exponent_bits) - 1) << float_format.mantissa_bits
+    check_minima(found["minima"], plan.format)
+    scale_format = WIDE[str(plan.scale_dtype).removeprefix("torch.")]
+    check_scales(found["scales"], scale_format.exponents - 1 << scale_format.mantissa_bits)

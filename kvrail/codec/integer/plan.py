@@ -6,41 +6,21 @@ from functools import cached_property
 
 import torch
 
-from kvrail.codec.core.sections import Section, aligned, sections_of
-from kvrail.codec.integer.format import FORMATS, IntegerCode
+from kvrail.codec.core.plans import ShapePlan
+from kvrail.codec.core.sections import Section, aligned, bytes_of, sections_of
+from kvrail.codec.integer.format import IntegerCode
 
 
 @dataclass(frozen=True)
-class TensorPlan:
-    """Groups and sections of the keys or the values of a block.
+class TensorPlan(ShapePlan[IntegerCode]):
+    """Groups and sections of the keys or the values of a block. axis: CHANNEL or TOKEN."""
 
-    axis: CHANNEL or TOKEN. shape: [layers, pages, page_size, kv_heads, dim]. Pages are counted layer by layer.
-    """
-
-    code: IntegerCode
     axis: int
-    dtype: torch.dtype
-    shape: tuple[int, int, int, int, int]
 
     @cached_property
     def scale_dtype(self) -> torch.dtype:
         """Of scales: 16 bits with the range of the element type."""
         return torch.float16 if self.dtype == torch.float16 else torch.bfloat16
-
-    @cached_property
-    def largest(self) -> float:
-        """The largest finite number of the element type."""
-        return FORMATS[str(self.dtype).removeprefix("torch.")].largest
-
-    @cached_property
-    def pages(self) -> int:
-        """Pages of all layers."""
-        return self.shape[0] * self.shape[1]
-
-    @cached_property
-    def page_values(self) -> int:
-        """Elements of a page."""
-        return math.prod(self.shape[2:])
 
     @cached_property
     def page_bytes(self) -> int:
@@ -71,10 +51,10 @@ class TensorPlan:
         )
 
     @cached_property
-    def coded_bytes(self) -> int:
+    def fixed_bytes(self) -> int:
         """Bytes of the sections, with their padding."""
-        return aligned(self.sections["codes"].end)
+        return bytes_of(self.sections)
 
     def travels_raw(self, raw_pages: int) -> bool:
         """Whether the tensor travels as it is, because with this many raw pages its sections are no smaller."""
-        return self.coded_bytes + aligned(raw_pages * self.page_bytes) >= self.pages * self.page_bytes
+        return self.fixed_bytes + aligned(raw_pages * self.page_bytes) >= self.raw_bytes

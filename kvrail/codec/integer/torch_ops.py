@@ -31,7 +31,7 @@ def dequantise(minima: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, 
     """Elements, shaped as plan.shape; minima, scales: as plan.group_shape; codes: uint8 [pages, code_bytes]."""
     halves = _unpacked(codes, plan).view(plan.shape).float()
     halves.mul_(scales.float() * 0.5).add_(minima.float() * 0.5)
-    limit = plan.largest * 0.5  # a scale that was rounded up can lead beyond it
+    limit = plan.format.largest * 0.5  # a scale that was rounded up can lead beyond it
     return halves.clamp_(-limit, limit).mul_(2).to(plan.dtype)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -44,7 +44,7 @@ def tensor_bytes(folder: Path) -> dict[str, int]:
     return {tensor.name: tensor.end - tensor.begin for header in headers for tensor in header.tensors}
 
 
-class _Loading:
+class _Loading(AbstractContextManager["_Loading"]):
     """Takes the place of transformers' progress bar: it yields (name, how to load) of each tensor."""
 
     def __init__(
@@ -77,9 +77,6 @@ class _Loading:
 
     def close(self) -> None:
         """Do nothing: there is no bar."""
-
-    def __enter__(self) -> "_Loading":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvrail.engine.batch.batch import NOT_DRAWN
 from kvrail.engine.batch.inputs import upload
-from kvrail.engine.batch.readback import to_list
 from kvrail.engine.sampling.draw import MASS_SCALE, WORDS, DrawParams, draw_words
 from kvrail.engine.sampling.noise import LARGEST_V, MULTIPLIER_1, MULTIPLIER_2, MULTIPLIER_3
 
@@ -130,13 +129,11 @@ def _draw_kernel(logits, row_words, out, stride, vocab_size, BLOCK: tl.constexpr
     tl.store(out + tl.program_id(0), tl.where(sound, winner, NONE).to(tl.int64))
 
 
-def draw_on_cuda(logits: Tensor, params: Sequence[DrawParams], block: int = 16384) -> list[int]:
-    """Draw one token id from each row of `logits`, float32 [R, V]; the same ids as draw_on_cpu up to float rounding."""
-    return [int(token_id) for token_id in to_list(begin_draw(logits, params, block))]
-
-
 def begin_draw(logits: Tensor, params: Sequence[DrawParams], block: int = 16384) -> Tensor:
-    """The same, enqueued: int64 [R] on the device."""
+    """Enqueue the draw of one token id from each row of `logits`, float32 [R, V]: int64 [R] on the device.
+
+    The same ids as draw_on_cpu up to float rounding.
+    """
     words = draw_words(params)
     out = torch.empty(len(params), dtype=torch.int64, device=logits.device)
     (uploaded,) = upload([words], logits.device) if logits.is_cuda else (torch.from_numpy(words),)

@@ -1,50 +1,21 @@
-"""A step that the device computes, and the interface of the runner that it goes through.
+"""A step that the device computes.
 
 its draws are enqueued       the step behind it can be enqueued too, fed from these draws
 they are not enqueued yet    a grammar decides, and its masks depend on the tokens of the step before: they are found
                              once that one has landed, while the device computes this one
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 
-from kvrail.engine.batch.batch import Extras, Feed, SampledToken, SequenceSlice
-from kvrail.engine.sampling.draw import DrawParams
+from kvrail.engine.batch.batch import Extras, SampledToken
 from kvrail.engine.sampling.logprobs import Scores
 from kvrail.engine.sampling.masks import MaskFinder, Masks
 from kvrail.engine.sampling.sampler import PendingSample, Sampler
 from kvrail.engine.schedule.planning import Step
 from kvrail.values.sampling import PromptLogprobs
-
-
-class Runner(Protocol):
-    """Computes a step (kvrail.engine.step.runner)."""
-
-    @property
-    def launches_async(self) -> bool:
-        """Whether `execute` returns before the device has finished."""
-
-    def bind_thread(self) -> None:
-        """Called once by the thread that will execute."""
-
-    def execute(
-        self,
-        slices: Sequence[SequenceSlice],
-        on_layer: Callable[[int], None] | None = None,
-        feed: Feed | None = None,
-        draws: Sequence[DrawParams] = (),
-    ) -> torch.Tensor:
-        """Logits, float32 [sum of the slices' num_logits, vocabulary], in the order of the slices.
-
-        draws: parameters of each row's draw, if the step can make it by itself.
-        """
-
-    @property
-    def extras(self) -> Extras:
-        """What the last step gives beside its logits."""
 
 
 class InFlightStep:

@@ -10,16 +10,18 @@ its start, with the model and the kernels that will serve.
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvrail.engine.batch.batch import SequenceSlice
-from kvrail.engine.kv.cache import PagedCache
 from kvrail.engine.model.linear import linear_layers
 from kvrail.engine.model.loader import LoadedModel
+
+if TYPE_CHECKING:
+    from kvrail.engine.step.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +44,6 @@ class _Extent:
 
 _EXTENTS = {"cpu": _Extent(48, 4, 4, 32), "cuda": _Extent(700, 20, 12, 640)}
 """On CUDA steps are quick, and 700 tokens are more than two parts of attention.order."""
-
-
-class Runs(Protocol):
-    """The runner under trial (kvrail.engine.step.runner.ModelRunner)."""
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model."""
-        ...
-
-    @property
-    def cache(self) -> PagedCache:
-        """Its pages, overwritten here."""
-        ...
-
-    def execute(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Logits of a step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +74,7 @@ def choose_products(*, invariant: bool) -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = allowed
 
 
-def check(runner: Runs, max_running: int, max_tokens: int) -> Finding:
+def check(runner: "ModelRunner", max_running: int, max_tokens: int) -> Finding:
     """Compute one sequence in three ways and compare every bit of its KV and of the logits at its end.
 
     The ways: token by token and in chunks, alone; in chunks beside other sequences; and with its end in one step, as
@@ -151,7 +135,7 @@ class _Part:
 class _Trial:
     """One sequence, and the ways to compute it."""
 
-    def __init__(self, runner: Runs, extent: _Extent, pages: int, max_running: int, max_tokens: int) -> None:
+    def __init__(self, runner: "ModelRunner", extent: _Extent, pages: int, max_running: int, max_tokens: int) -> None:
         choice = random.Random(0)
         self._runner = runner
         self._extent = extent

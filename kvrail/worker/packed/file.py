@@ -18,17 +18,16 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.core.digest import DigestKind, digest_of
 from kvrail.codec.huffman.codec import HuffmanCodec
 from kvrail.codec.huffman.cpu import fresh
 from kvrail.codec.huffman.payload import parse
@@ -40,13 +39,9 @@ SUFFIX = ".packed"
 """The suffix that a packed file adds to the name of its original."""
 _TAIL = struct.Struct("<QQQ8s")
 CODEC = HuffmanCodec()
+digest = xxh3_64_intdigest
 
 Bytes = npt.NDArray[np.uint8]
-
-
-def digest(data: bytes | memoryview) -> int:
-    """XXH3-64."""
-    return digest_of(memoryview(data), DigestKind.XXH3).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ def write_index(header: Header, parts: Sequence[Part], base: Base | None) -> byt
     return index + _TAIL.pack(start, len(index), digest(index), MAGIC)
 
 
-class PackedFile:
+class PackedFile(AbstractContextManager["PackedFile"]):
     """A packed file, open for reading; a context manager.
 
     header: of the safetensors file; parts: as many as it has tensors. Raises ConfigError where the file is damaged.
@@ -156,16 +151,7 @@ class PackedFile:
     def _damaged(self, why: str) -> ConfigError:
         return ConfigError(f"{self.path} is damaged: {why}; copy it again or pack the model again")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
+    def __exit__(self, *_: object) -> None:
         del self.data
         with suppress(BufferError):  # a view that is left keeps the map
             self._map.close()

@@ -17,11 +17,12 @@ from kvrail.codec.base import (
     check_stage,
 )
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.floats import WIDE
 from kvrail.codec.core.gpu import record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
 from kvrail.codec.core.sections import joined
-from kvrail.codec.papers.kvcomp.format import BLOCK_CODE, CHANNEL_CODE, FORMATS, KVCompCode
-from kvrail.codec.papers.kvcomp.payload import Layout, Part, escapes_of, parse, plans_of, section
+from kvrail.codec.papers.kvcomp.format import BLOCK_CODE, CHANNEL_CODE, KVCompCode
+from kvrail.codec.papers.kvcomp.payload import Layout, Part, escapes_of, parse, plans_of
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
 from kvrail.codec.papers.kvcomp.torch_ops import dequantise, quantise
 
@@ -91,7 +92,7 @@ class KVCompCodec(Codec):
     """Symbols by an error bound, coded with one Huffman code a layer; quantised on CPU and CUDA, coded on the CPU."""
 
     exact = False
-    dtypes = frozenset(FORMATS)
+    dtypes = frozenset(WIDE)
 
     def __init__(self, name: str, code: KVCompCode) -> None:
         self.name = name
@@ -155,7 +156,7 @@ def _restored(part: Part, fixed: Bytes, stream: Bytes, device: torch.device) -> 
 
     symbols = host_memory(plan.values, device)
     symbols_of(fixed, stream, part, symbols.numpy())
-    minima, scales = (to_device(section(fixed, plan, name), device) for name in ("minima", "scales"))
+    minima, scales = (to_device(plan.sections[name].of(fixed), device) for name in ("minima", "scales"))
     tensor = dequantise(
         minima.view(plan.dtype).view(plan.unit_shape),
         scales.view(torch.bfloat16).view(plan.unit_shape),

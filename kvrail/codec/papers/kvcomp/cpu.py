@@ -10,7 +10,7 @@ from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.cpu import on_threads
 from kvrail.codec.papers.kvcomp.codebook import codes_of, decoding_table, lengths_of, packed_lengths
 from kvrail.codec.papers.kvcomp.cpu_kernels import measure_pages, read_pages, write_pages
-from kvrail.codec.papers.kvcomp.payload import Part, section, tables_of
+from kvrail.codec.papers.kvcomp.payload import Part, tables_of
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
 
 
@@ -58,8 +58,8 @@ def symbols_of(fixed: Bytes, stream: Bytes, part: Part, out: Bytes) -> None:
     words[:-1] = stream[: 4 * part.words].view("<u4")
     tables = np.stack([decoding_table(each) for each in tables_of(fixed, plan)])
     # Copies, for sections of a payload may lie at any address.
-    lengths = section(fixed, plan, "lengths").copy().view("<u2").reshape(plan.pages, plan.heads, plan.page_size)
-    ends = section(fixed, plan, "ends").copy().view("<u4").reshape(plan.pages, plan.heads)
+    lengths = plan.sections["lengths"].of(fixed).copy().view("<u2").reshape(plan.pages, plan.heads, plan.page_size)
+    ends = plan.sections["ends"].of(fixed).copy().view("<u4").reshape(plan.pages, plan.heads)
     pages = out.reshape(plan.pages, plan.page_size, -1)
     wrong = on_threads(
         lambda first, last: read_pages(words, first, last, plan.shape[1], tables, lengths, ends, pages),

@@ -1,4 +1,4 @@
-"""Element types that KVComp takes, the granularities of its scales, and the parameters of the code."""
+"""The granularities of KVComp's scales, and the parameters of the code."""
 
 import math
 from dataclasses import dataclass
@@ -7,10 +7,6 @@ from functools import cached_property
 
 import xxhash
 
-from kvrail.codec.core.floats import FLOATS
-
-FORMATS = {name: FLOATS[name] for name in ("bfloat16", "float16", "float32")}
-"""Element types that the code takes."""
 LEAST_SCALE, LARGEST_SCALE = 0.005, 0.5
 """Of relative quantisation scales: symbols fit in a byte, and a range has at least two steps."""
 TINY = 2.0**-110

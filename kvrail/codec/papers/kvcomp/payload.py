@@ -5,11 +5,11 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.sections import PairLayout, aligned, parsed_header
+from kvrail.codec.core.plans import shapes
+from kvrail.codec.core.sections import PairLayout, PayloadPart, check_minima, check_scales, parsed_header
 from kvrail.codec.papers.kvcomp.codebook import is_code, unpacked_lengths
 from kvrail.codec.papers.kvcomp.format import TINY, KVCompCode
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
@@ -19,7 +19,7 @@ _INFINITY = 0x7F80
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(PayloadPart):
     """What a payload has of one tensor.
 
     raw: it travels as it is. words: of 32 bits, of the stream; escapes: values behind it. Both are 0 where raw.
@@ -31,14 +31,9 @@ class Part:
     escapes: int = 0
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the sections, or of the elements, padding included."""
-        return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
-
-    @property
-    def variable_bytes(self) -> int:
-        """Bytes of the stream and of the escapes' positions and elements, padding included."""
-        return self.plan.variable_bytes(self.words, self.escapes)
+    def pieces(self) -> tuple[int, int, int]:
+        """The stream, and the escapes' positions and elements."""
+        return 4 * self.words, 4 * self.escapes, self.plan.dtype.itemsize * self.escapes
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -52,11 +47,8 @@ Layout = PairLayout[Part]
 @lru_cache(maxsize=256)
 def plans_of(spec: BlockSpec, code: KVCompCode) -> tuple[TensorPlan, TensorPlan]:
     """Plans of keys and values."""
-    dtype, lead = getattr(torch, spec.dtype), (spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads)
-    return (
-        TensorPlan(code.keys, dtype, (*lead, spec.key_dim)),
-        TensorPlan(code.values, dtype, (*lead, spec.value_dim)),
-    )
+    keys, values = shapes(spec)
+    return TensorPlan(code.keys, *keys), TensorPlan(code.values, *values)
 
 
 def parse(payload: Bytes, spec: BlockSpec, code: KVCompCode) -> Layout:
@@ -67,30 +59,23 @@ def parse(payload: Bytes, spec: BlockSpec, code: KVCompCode) -> Layout:
         if not part.raw:
             fixed = payload[start : start + part.fixed_bytes]
             _check_tables(fixed, part.plan)
-            _check_units(fixed, part.plan)
+            check_minima(part.plan.sections["minima"].of(fixed), part.plan.format)
+            check_scales(part.plan.sections["scales"].of(fixed), _INFINITY, _LEAST_SCALE)
             _check_blocks(fixed, part)
             _check_escapes(payload[stream:], part)
     return layout
 
 
-def section(fixed: Bytes, plan: TensorPlan, name: str) -> Bytes:
-    """A section among the fixed sections of a tensor; a view."""
-    where = plan.sections[name]
-    return fixed[where.offset : where.end]
-
-
 def tables_of(fixed: Bytes, plan: TensorPlan) -> list[list[int]]:
     """Code lengths by layer and symbol."""
-    rows = section(fixed, plan, "tables").reshape(plan.shape[0], plan.table_bytes)
+    rows = plan.sections["tables"].of(fixed).reshape(plan.shape[0], plan.table_bytes)
     return [unpacked_lengths(row, plan.code.symbols) for row in rows]
 
 
 def escapes_of(stream: Bytes, part: Part) -> tuple[npt.NDArray[np.uint32], Bytes]:
     """Positions, and bytes of the elements, of a tensor's escapes; stream: the payload from the tensor's stream on."""
-    start = aligned(4 * part.words)
-    positions = stream[start : start + 4 * part.escapes].view("<u4")
-    start += aligned(4 * part.escapes)
-    return positions, stream[start : start + part.plan.dtype.itemsize * part.escapes]
+    _, positions, elements = part.cut(stream)
+    return positions.view("<u4"), elements
 
 
 def _parse_header(payload: Bytes, spec: BlockSpec, code: KVCompCode) -> Layout:
@@ -105,29 +90,18 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: KVCompCode) -> Layout:
 
 def _check_tables(fixed: Bytes, plan: TensorPlan) -> None:
     odd = plan.code.symbols % 2
-    rows = section(fixed, plan, "tables").reshape(plan.shape[0], plan.table_bytes)
+    rows = plan.sections["tables"].of(fixed).reshape(plan.shape[0], plan.table_bytes)
     for layer, lengths in enumerate(tables_of(fixed, plan)):
         if not is_code(lengths) or (odd and rows[layer, -1] >> 4):
             raise CodecError(f"the code lengths of layer {layer} of a payload are of no complete code")
 
 
-def _check_units(fixed: Bytes, plan: TensorPlan) -> None:
-    infinity = (1 << plan.format.exponent_bits) - 1
-    minima = section(fixed, plan, "minima").view(f"<u{plan.dtype.itemsize}")
-    if (minima >> plan.format.mantissa_bits & infinity == infinity).any():
-        raise CodecError("a payload has a minimum that is not finite")
-    scales = section(fixed, plan, "scales").view("<u2")
-    wrong = (scales >= _INFINITY) | ((scales > 0) & (scales < _LEAST_SCALE))  # with a sign too
-    if wrong.any():
-        raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
-
-
 def _check_blocks(fixed: Bytes, part: Part) -> None:
     """Check that blocks end where the lengths of their vectors say, and the last at the stream's end."""
     plan = part.plan
-    lengths = section(fixed, plan, "lengths").view("<u2").reshape(-1, plan.page_size)
+    lengths = plan.sections["lengths"].of(fixed).view("<u2").reshape(-1, plan.page_size)
     ends = np.cumsum((lengths.sum(axis=1, dtype=np.int64) + 31) // 32)
-    if ends[-1] != part.words or (ends != section(fixed, plan, "ends").view("<u4")).any():
+    if ends[-1] != part.words or (ends != plan.sections["ends"].of(fixed).view("<u4")).any():
         raise CodecError(f"vectors have {ends[-1]} words; the blocks' ends or the header, {part.words}, say otherwise")
 
 

@@ -1,51 +1,22 @@
 """Units, blocks and sections of one tensor. README.md draws them."""
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
-from kvrail.codec.core.floats import FloatFormat
-from kvrail.codec.core.sections import Section, aligned, sections_of
+from kvrail.codec.core.plans import ShapePlan
+from kvrail.codec.core.sections import Section, aligned, bytes_of, sections_of
 from kvrail.codec.papers.kvcomp.codebook import MAX_BITS
-from kvrail.codec.papers.kvcomp.format import FORMATS, TensorCode
+from kvrail.codec.papers.kvcomp.format import TensorCode
 
 MOST_DIM = ((1 << 16) - 1) // MAX_BITS
 """The longest vector whose bits can be counted in 16 bits."""
 
 
-@dataclass(frozen=True)
-class TensorPlan:
+class TensorPlan(ShapePlan[TensorCode]):
     """Units, blocks and sections of the keys or the values of a block.
 
-    shape: [layers, pages, page_size, kv_heads, dim]. A unit is what shares a scale; a KVComp block is the page of one
-    head, [page_size, dim], and a vector one row of it. Pages are counted layer by layer.
+    A unit is what shares a scale; a KVComp block is the page of one head, [page_size, dim], and a vector one row of it.
     """
-
-    code: TensorCode
-    dtype: torch.dtype
-    shape: tuple[int, int, int, int, int]
-
-    @cached_property
-    def format(self) -> FloatFormat:
-        """The element type."""
-        return FORMATS[str(self.dtype).removeprefix("torch.")]
-
-    @cached_property
-    def values(self) -> int:
-        """Elements in all."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def raw_bytes(self) -> int:
-        """Bytes of the tensor as it is."""
-        return self.values * self.dtype.itemsize
-
-    @cached_property
-    def pages(self) -> int:
-        """Pages of all layers."""
-        return self.shape[0] * self.shape[1]
 
     @cached_property
     def page_size(self) -> int:
@@ -89,17 +60,14 @@ class TensorPlan:
     @cached_property
     def fixed_bytes(self) -> int:
         """Bytes of these sections, with their padding."""
-        return aligned(self.sections["ends"].end)
+        return bytes_of(self.sections)
 
     @cached_property
     def uncodable(self) -> bool:
         """Whether the tensor travels raw whatever its data: a count would not fit its field, or sections do not pay."""
         return self.dim > MOST_DIM or self.values >= 1 << 32 or self.fixed_bytes >= self.raw_bytes
 
-    def variable_bytes(self, words: int, escapes: int) -> int:
-        """Bytes of a stream and of escapes, with their padding."""
-        return aligned(4 * words) + aligned(4 * escapes) + aligned(self.dtype.itemsize * escapes)
-
     def travels_raw(self, words: int, escapes: int) -> bool:
         """Whether the tensor travels as it is, because with such a stream and escapes it is no smaller."""
-        return self.uncodable or self.fixed_bytes + self.variable_bytes(words, escapes) >= self.raw_bytes
+        variable = aligned(4 * words) + aligned(4 * escapes) + aligned(self.dtype.itemsize * escapes)
+        return self.uncodable or self.fixed_bytes + variable >= self.raw_bytes

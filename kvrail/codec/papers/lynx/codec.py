@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from kvrail.codec.base import Codec, Encoding, PagedBlock, Payload, check_dtype, check_place, check_stage
-from kvrail.codec.core.backend import Backend, backend_of
+from kvrail.codec.base import PagedBlock, Payload, check_dtype, check_stage
+from kvrail.codec.core.backend import Backend, BackendCodec, backend_of
+from kvrail.codec.core.floats import WIDE
 from kvrail.codec.core.host import host_bytes
-from kvrail.codec.papers.lynx.format import FORMATS, LynxCode
+from kvrail.codec.papers.lynx.format import LynxCode
 from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, parse, parse_both, plans_of
 from kvrail.codec.papers.lynx.plan import Coding
 
@@ -18,10 +17,11 @@ if TYPE_CHECKING:
     _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu)
 
 
-class LynxCodec(Codec):
+class LynxCodec(BackendCodec):
     """Anchors, residuals and, where exact, what restores every bit; on CPU and CUDA."""
 
-    dtypes = frozenset(FORMATS)
+    package = "kvrail.codec.papers.lynx"
+    dtypes = frozenset(WIDE)
     reads_earlier_payloads = True
 
     def __init__(self, name: str, code: LynxCode, *, exact: bool) -> None:
@@ -30,16 +30,6 @@ class LynxCodec(Codec):
         self.exact = exact
         self.parameters_id = code.id
         self._code = code
-
-    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
-        """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
-
-        Raises CodecError where the element type is none of `dtypes` or a pool's tensor is not contiguous; ValueError
-        where payloads are to stay `on_device`.
-        """
-        check_place(self, pages, on_device)
-        check_dtype(self, pages)
-        return _backend(pages.device).encode(pages, self._coding(pages))
 
     def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Check all of the payloads that it needs, then write a stage into `out`, on its device's current stream.
@@ -57,15 +47,10 @@ class LynxCodec(Codec):
         else:
             sources = sources[-1:]
             layouts = [parse(sources[0], out.spec, self._code, stage)]
-        _backend(out.device).decode(stage, sources, layouts, self._coding(out), out)
+        backend_of(self.package, out.device).decode(stage, sources, layouts, self._coding(out), out)
 
     def _coding(self, pages: PagedBlock) -> Coding:
         return Coding(plans_of(pages.spec, self._code), self.num_stages)
-
-
-def _backend(device: torch.device) -> Backend[Coding, Layout]:
-    backend: Backend[Coding, Layout] = backend_of("kvrail.codec.papers.lynx", device)
-    return backend
 
 
 def lynx(code: LynxCode | None = None) -> LynxCodec:

@@ -9,7 +9,6 @@ from kvrail.codec.base import EncodingStats, PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, gather, on_threads, scatter
-from kvrail.codec.core.sections import HEADER_BYTES, pad
 from kvrail.codec.papers.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
 from kvrail.codec.papers.lynx.cpu_kernels import decode_pages, encode_pages
 from kvrail.codec.papers.lynx.payload import (
@@ -20,10 +19,11 @@ from kvrail.codec.papers.lynx.payload import (
     Part,
     escapes_of,
     places_of,
-    section,
     travels_raw,
 )
 from kvrail.codec.papers.lynx.plan import Coding, TensorPlan, geometry_of, stages_of
+
+_NAMES = ("words", "positions", "elements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,7 @@ class _Coded:
         """One of a stage whose size does not depend on the data: header and padding are there, sections are not."""
         layout = Layout((Part(plans[0], stage), Part(plans[1], stage)))
         coded = cls(layout, buffers.take(layout.size))
-        coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-        for tensor, plan in enumerate(plans):
-            for part in plan.sections[stage].values():
-                pad(coded.fixed(tensor), part.end)
+        layout.complete(coded.memory)
         return coded
 
     def fixed(self, tensor: int) -> Bytes:
@@ -133,7 +130,7 @@ def _encode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, anchors: Bytes
 
     on_threads(encode_range, plan.pages, plan.raw_bytes)
     for name in plan.sections[RESIDUAL].keys() - {"codes"}:
-        section(residuals, plan, RESIDUAL, name)[:] = section(anchors, plan, ANCHOR, name)
+        plan.sections[RESIDUAL][name].of(residuals)[:] = plan.sections[ANCHOR][name].of(anchors)
 
 
 def _decode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, fixed: Sequence[Bytes]) -> None:
@@ -159,9 +156,7 @@ def _encode_exact(
     if plan.raw:
         return Part(plan, EXACT), fixed, []
     for name in {"scales", "widths"} & plan.sections[EXACT].keys():
-        section(fixed, plan, EXACT, name)[:] = section(coded[RESIDUAL], plan, RESIDUAL, name)
-    for each in plan.sections[EXACT].values():
-        pad(fixed, each.end)
+        plan.sections[EXACT][name].of(fixed)[:] = plan.sections[RESIDUAL][name].of(coded[RESIDUAL])
     refined = np.empty((plan.num_layers, plan.num_pages, pool.shape[2]), dtype=np.uint8)
     _decode_tensor(refined, np.arange(plan.num_pages), plan, coded)
     found = on_threads(
@@ -200,28 +195,23 @@ def _join_exact(streams: Sequence[tuple[Part, Bytes, list[_Stream]]], pools: Seq
     """The payload of EXACT."""
     layout = Layout((streams[0][0], streams[1][0]))
     coded = _Coded(layout, buffers.take(layout.size))
-    coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-    for tensor, (part, fixed, pieces) in enumerate(streams):
+    for tensor, (part, fixed, found) in enumerate(streams):
         target = coded.fixed(tensor)
         if part.raw:
             gather(pools[tensor], page_ids, target, 0)
-            pad(target, part.plan.raw_bytes)
         else:
             target[:] = fixed
-        offset = layout.streams[tensor]
-        for name in ("words", "positions", "elements"):
-            for piece in pieces:
-                bytes_of = getattr(piece, name)
-                coded.memory[offset : offset + bytes_of.size] = bytes_of
-                offset += bytes_of.size
-            offset = pad(coded.memory, offset)
+        if found:
+            for name, piece in zip(_NAMES, part.cut(coded.memory[layout.streams[tensor] :]), strict=True):
+                np.concatenate([getattr(each, name) for each in found], out=piece)
+    layout.complete(coded.memory)
     return coded
 
 
 def _decode_exact(pool: Bytes, page_ids: Ints, part: Part, fixed: Bytes, stream: Bytes) -> None:
     """Restore the elements of one tensor in its pages, where they lie refined."""
     plan = part.plan
-    ends = np.cumsum(section(fixed, plan, EXACT, "lengths").view("<u4"), dtype=np.int64)
+    ends = np.cumsum(plan.sections[EXACT]["lengths"].of(fixed).view("<u4"), dtype=np.int64)
 
     def decode_range(first: int, last: int) -> None:
         tile = first * plan.tiles_per_page

@@ -1,4 +1,4 @@
-"""Element types that Lynx takes, and the parameters of its code with the tables that follow from them."""
+"""The parameters of Lynx's code, with the tables that follow from them."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvrail.codec.core.floats import FLOATS
-
 Floats = npt.NDArray[np.float32]
 
 CELLS = 8
@@ -18,10 +16,6 @@ STEPS = 16
 """Residual steps of a cell."""
 TINY = 2.0**-110
 """A scale below this counts as 0. So no intermediate result is subnormal, which some devices take for 0."""
-
-
-FORMATS = {name: FLOATS[name] for name in ("bfloat16", "float16", "float32")}
-"""Element types that the code takes."""
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ all is done; then it is fetched.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.gpu import byte_pools, copy_stream, record
 from kvrail.codec.core.host import host_memory, to_device
-from kvrail.codec.core.sections import HEADER_BYTES, aligned
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.papers.lynx.gpu_launch import (
     ExactBuffers,
     Plans,
@@ -66,7 +65,7 @@ class GpuEncoding:
             if self._exact:
                 self._finish_exact()
             for host, layout in zip(self._hosts, self._layouts, strict=True):
-                _complete(host.numpy(), layout)
+                layout.complete(host.numpy())
             self._bodies, self._dense, self._exact = [], [], []
         return [host.numpy().data for host in self._hosts]
 
@@ -113,14 +112,15 @@ class GpuEncoding:
             _put(fixed, self._pools[number].index_select(1, self._table).flatten())
         elif buffers is not None:
             _put(fixed, buffers.dense)
-            _put(stream, buffers.words[: part.words].view(torch.uint8))
+            words, positions, elements = part.cut(stream)
+            _put(words, buffers.words[: part.words].view(torch.uint8))
             if part.escapes:
                 found = buffers.positions[: part.escapes]
                 order = _unsigned(found).argsort()
-                _put(stream[aligned(4 * part.words) :], found[order].view(torch.uint8))
+                _put(positions, found[order].view(torch.uint8))
                 item = plan.format.item_bytes
                 narrow = buffers.elements[: part.escapes][order].view(torch.uint8).view(-1, 4)[:, :item].flatten()
-                _put(stream[aligned(4 * part.words) + aligned(4 * part.escapes) :], narrow)
+                _put(elements, narrow)
 
 
 def encode(pages: PagedBlock, coding: Coding) -> GpuEncoding:
@@ -188,16 +188,15 @@ def _put_escapes(stream: torch.Tensor, part: Part, pool: torch.Tensor, table: to
     if not part.escapes:
         return
     plan, item = part.plan, part.plan.format.item_bytes
-    stream = stream[aligned(4 * part.words) :]
-    positions = _unsigned(stream[: 4 * part.escapes].view(torch.int32))
+    _, found, elements = part.cut(stream)
+    positions = _unsigned(found.view(torch.int32))
     tile, within = _divided(positions, plan.rows * plan.tile_columns)
     page, number = _divided(tile, plan.tiles_per_page)
     row, column = _divided(within, plan.tile_columns)
     layer, place = _divided(page, plan.num_pages)
     kind = torch.int32 if item == 4 else torch.int16
-    elements = stream[aligned(4 * part.escapes) :][: item * part.escapes].view(kind)
     where = row * plan.columns + column + number * plan.tile_columns
-    pool.view(kind).index_put_([layer, table[place], where], elements)
+    pool.view(kind).index_put_([layer, table[place], where], elements.view(kind))
 
 
 def _unsigned(positions: torch.Tensor) -> torch.Tensor:
@@ -214,20 +213,3 @@ def _divided(numbers: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor
 def _put(target: torch.Tensor, source: torch.Tensor) -> None:
     """Start to copy bytes to the beginning of `target`."""
     target[: source.numel()].copy_(source, non_blocking=True)
-
-
-def _complete(host: Bytes, layout: Layout) -> None:
-    """Write a payload's header and the zeros between its sections."""
-    host[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-    ends = []
-    for part, start, stream in zip(layout.parts, layout.offsets, layout.streams, strict=True):
-        if part.raw:
-            ends.append(start + part.plan.raw_bytes)
-        else:
-            ends += [start + where.end for where in part.plan.sections[part.stage].values()]
-        positions = stream + aligned(4 * part.words)
-        elements = positions + aligned(4 * part.escapes)
-        ends += [stream + 4 * part.words, positions + 4 * part.escapes]
-        ends.append(elements + part.plan.format.item_bytes * part.escapes)
-    for end in ends:
-        host[end : aligned(end)] = 0

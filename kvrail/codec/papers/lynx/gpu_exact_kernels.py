@@ -10,9 +10,9 @@ lengths and, once their sums are known, of the words.
 import triton
 import triton.language as tl
 
+from kvrail.codec.core.gpu_word_kernels import pointer_to
 from kvrail.codec.papers.lynx.gpu_word_kernels import (
     chunks_of,
-    elements_at,
     load_numbers,
     place_of,
     rounded,
@@ -53,40 +53,26 @@ def _side(numbers, reach, octave, SIDE: tl.constexpr, MANTISSA_BITS: tl.constexp
 
 
 @triton.jit
-def _intervals(
-    page,
-    where,
-    real,
-    row,
-    column,
-    number,
-    pages,
-    dense,
-    reach,
-    MANTISSA_BITS: tl.constexpr,
-    ROWS_IN_CHUNK: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _intervals(page, where, real, row, column, number, pages, dense, reach, G: tl.constexpr):
     """For each exact value, given the refined one: the least it can be, how many more there are, bits of a code."""
-    scales, widths, _, _, _ = sections_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 2, False)
-    channel = number.to(tl.int64) * COLUMNS + column[None, :]
-    scale = (tl.load(scales + channel, mask=column[None, :] < COLUMNS, other=0).to(tl.uint32) << 16).to(
+    scales, widths, _, _, _ = sections_of(dense, pages, 2, False, G)
+    channel = number.to(tl.int64) * G.COLUMNS + column[None, :]
+    scale = (tl.load(scales + channel, mask=column[None, :] < G.COLUMNS, other=0).to(tl.uint32) << 16).to(
         tl.float32, bitcast=True
     )
     width = 0.0
-    if ALL_CHUNKS > 1:
-        at = (number.to(tl.int64) * ALL_CHUNKS + row[:, None] // ROWS_IN_CHUNK) * COLUMNS + column[None, :]
+    if G.ALL_CHUNKS > 1:
+        at = (number.to(tl.int64) * G.ALL_CHUNKS + row[:, None] // G.ROWS_IN_CHUNK) * G.COLUMNS + column[None, :]
         width = tl.load(widths + at, mask=real, other=0).to(tl.float32)
-    _, unit, _ = chunks_of(scale, width, scale, 0.0, ALL_CHUNKS == 1, False)
-    numbers = load_numbers(page + where, real, MANTISSA_BITS)
+    _, unit, _ = chunks_of(scale, width, scale, 0.0, G.ALL_CHUNKS == 1, False)
+    numbers = load_numbers(page + where, real, G.MANTISSA_BITS)
     octave = (numbers.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    reach = reach * unit + octave * (0.5 / (1 << MANTISSA_BITS))
-    octave = _exponents(tl.load(page + where, mask=real, other=0), MANTISSA_BITS)
-    low = _side(numbers, reach, octave, -1, MANTISSA_BITS)
-    span = _side(numbers, reach, octave, 1, MANTISSA_BITS) - low
+    reach = reach * unit + octave * (0.5 / (1 << G.MANTISSA_BITS))
+    octave = _exponents(tl.load(page + where, mask=real, other=0), G.MANTISSA_BITS)
+    low = _side(numbers, reach, octave, -1, G.MANTISSA_BITS)
+    span = _side(numbers, reach, octave, 1, G.MANTISSA_BITS) - low
     span = tl.where(real & (span > 0), span, 0)
-    if MANTISSA_BITS == 23:
+    if G.MANTISSA_BITS == 23:
         bits = ((span.to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1022).to(tl.int32)
     else:
         bits = (span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
@@ -94,20 +80,14 @@ def _intervals(
 
 
 @triton.jit
-def _tile_of(
-    ROWS: tl.constexpr,
-    ROWS_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def _tile_of(G: tl.constexpr):
     """Tile and page number of a program; rows, columns, offsets in the page of its values, and whether they are any."""
-    PER_PAGE: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
+    PER_PAGE: tl.constexpr = (G.COLUMNS + G.TILE_COLUMNS - 1) // G.TILE_COLUMNS
     tile = tl.program_id(0)
-    row, within = tl.arange(0, ROWS_PADDED), tl.arange(0, WIDTH)
-    column = tile % PER_PAGE * TILE_COLUMNS + within
-    real = (row[:, None] < ROWS) & (within[None, :] < TILE_COLUMNS) & (column[None, :] < COLUMNS)
-    return tile, tile // PER_PAGE, row, column, row[:, None] * COLUMNS + column[None, :], real
+    row, within = tl.arange(0, G.ROWS_PADDED), tl.arange(0, G.WIDTH)
+    column = tile % PER_PAGE * G.TILE_COLUMNS + within
+    real = (row[:, None] < G.ROWS) & (within[None, :] < G.TILE_COLUMNS) & (column[None, :] < G.COLUMNS)
+    return tile, tile // PER_PAGE, row, column, row[:, None] * G.COLUMNS + column[None, :], real
 
 
 @triton.jit
@@ -118,35 +98,22 @@ def _ahead_of(counts):
 
 
 @triton.jit
-def _lengths_of(dense, pages, MANTISSA_BITS: tl.constexpr, COLUMNS: tl.constexpr, ALL_CHUNKS: tl.constexpr):
-    _, _, lengths, _, _ = sections_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 2, False)
+def _lengths_of(dense, pages, G: tl.constexpr):
+    _, _, lengths, _, _ = sections_of(dense, pages, 2, False, G)
     return lengths.to(tl.pointer_type(tl.uint32))
 
 
 @triton.jit(do_not_specialize=["num_pages", "pages"])
-def lengths_kernel(
-    refined,
-    num_pages,
-    pages,
-    dense,
-    reach,
-    MANTISSA_BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROWS_PADDED: tl.constexpr,
-    ROWS_IN_CHUNK: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Grid: tiles. refined: pages as the stage before leaves them, in a row; dense: EXACT's fixed sections."""
-    tile, number, row, column, where, real = _tile_of(ROWS, ROWS_PADDED, COLUMNS, TILE_COLUMNS, WIDTH)
-    page = refined + number.to(tl.int64) * (ROWS * COLUMNS)
-    _, _, bits = _intervals(
-        page, where, real, row, column, number, pages, dense, reach, MANTISSA_BITS, ROWS_IN_CHUNK, ALL_CHUNKS, COLUMNS
-    )
+def lengths_kernel(refined, num_pages, pages, dense, reach, G: tl.constexpr):
+    """Grid: tiles. refined: pages as the stage before leaves them, in a row; dense: EXACT's fixed sections.
+
+    G: gpu_launch.ExactGeometry, a constant.
+    """
+    tile, number, row, column, where, real = _tile_of(G)
+    page = refined + number.to(tl.int64) * (G.ROWS * G.COLUMNS)
+    _, _, bits = _intervals(page, where, real, row, column, number, pages, dense, reach, G)
     words = (tl.sum(tl.sum(bits, axis=1), axis=0) + 31) // 32
-    tl.store(_lengths_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS) + tile, words.to(tl.uint32))
+    tl.store(_lengths_of(dense, pages, G) + tile, words.to(tl.uint32))
 
 
 @triton.jit(do_not_specialize=["layer_stride", "page_stride", "num_pages", "pages", "most_escapes"])
@@ -167,40 +134,31 @@ def exact_encode_kernel(
     elements,
     most_escapes,
     ALIGNMENT: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROWS_PADDED: tl.constexpr,
-    ROWS_IN_CHUNK: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    G: tl.constexpr,
 ):
     """Grid: tiles. pool: uint8, strides in bytes; table: int64, page ids; ends: int64, words up to each tile's last.
 
     words: int32, zeros; escapes: int64 [1], how many have been counted; positions and elements: int32, of the first
     `most_escapes` of them, in any order.
     """
-    tile, number, row, column, where, real = _tile_of(ROWS, ROWS_PADDED, COLUMNS, TILE_COLUMNS, WIDTH)
-    near = refined + number.to(tl.int64) * (ROWS * COLUMNS)
-    low, span, bits = _intervals(
-        near, where, real, row, column, number, pages, dense, reach, MANTISSA_BITS, ROWS_IN_CHUNK, ALL_CHUNKS, COLUMNS
-    )
+    tile, number, row, column, where, real = _tile_of(G)
+    near = refined + number.to(tl.int64) * (G.ROWS * G.COLUMNS)
+    low, span, bits = _intervals(near, where, real, row, column, number, pages, dense, reach, G)
     _, _, page = place_of(number, pool, layer_stride, page_stride, table, num_pages, 1, ALIGNMENT)
-    page = elements_at(page, MANTISSA_BITS)
+    page = pointer_to(page, 4 if G.MANTISSA_BITS == 23 else 2)
     found = tl.load(page + where, mask=real, other=0)
-    code = _ordered(found, MANTISSA_BITS) - low
+    code = _ordered(found, G.MANTISSA_BITS) - low
     escaped = real & ((code < 0) | (code > span))
     place = _ahead_of(bits)
-    length = tl.load(_lengths_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS) + tile).to(tl.int64)
+    length = tl.load(_lengths_of(dense, pages, G) + tile).to(tl.int64)
     target = words + tl.load(ends + tile) - length
     code = tl.where(real & (escaped == 0), code, 0).to(tl.uint64)
     # Codes of neighbours are brought together first, as many as 64 bits hold.
-    NEAR: tl.constexpr = min(WIDTH, 1 if MANTISSA_BITS == 23 else 4)
-    place = tl.reshape(place, [ROWS_PADDED, WIDTH // NEAR, NEAR])
+    NEAR: tl.constexpr = min(G.WIDTH, 1 if G.MANTISSA_BITS == 23 else 4)
+    place = tl.reshape(place, [G.ROWS_PADDED, G.WIDTH // NEAR, NEAR])
     begin = tl.min(place, axis=2)
     code = tl.sum(
-        tl.reshape(code, [ROWS_PADDED, WIDTH // NEAR, NEAR]) << (place - begin[:, :, None]).to(tl.uint64), axis=2
+        tl.reshape(code, [G.ROWS_PADDED, G.WIDTH // NEAR, NEAR]) << (place - begin[:, :, None]).to(tl.uint64), axis=2
     )
     shift = (begin & 31).to(tl.uint64)
     low, high = code << shift, (code >> 32) >> (32 - shift)
@@ -212,7 +170,7 @@ def exact_encode_kernel(
     if count > 0:
         first = tl.atomic_add(escapes, count.to(tl.int64), sem="relaxed")
         slot = first + _ahead_of(escaped.to(tl.int32))
-        position = (tile * ROWS + row[:, None]) * TILE_COLUMNS + tl.arange(0, WIDTH)[None, :]
+        position = (tile * G.ROWS + row[:, None]) * G.TILE_COLUMNS + tl.arange(0, G.WIDTH)[None, :]
         here = escaped & (slot < most_escapes)
         tl.store(positions + slot, position, mask=here)
         tl.store(elements + slot, found.to(tl.int32), mask=here)
@@ -231,31 +189,22 @@ def exact_decode_kernel(
     reach,
     words,
     ALIGNMENT: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROWS_PADDED: tl.constexpr,
-    ROWS_IN_CHUNK: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    G: tl.constexpr,
 ):
     """As exact_encode_kernel, the other way, in place. What a tile's words do not reach is read as zeros."""
-    tile, number, row, column, where, real = _tile_of(ROWS, ROWS_PADDED, COLUMNS, TILE_COLUMNS, WIDTH)
+    tile, number, row, column, where, real = _tile_of(G)
     _, _, page = place_of(number, pool, layer_stride, page_stride, table, num_pages, 1, ALIGNMENT)
-    page = elements_at(page, MANTISSA_BITS)
-    low, _, bits = _intervals(
-        page, where, real, row, column, number, pages, dense, reach, MANTISSA_BITS, ROWS_IN_CHUNK, ALL_CHUNKS, COLUMNS
-    )
+    page = pointer_to(page, 4 if G.MANTISSA_BITS == 23 else 2)
+    low, _, bits = _intervals(page, where, real, row, column, number, pages, dense, reach, G)
     place = _ahead_of(bits)
-    length = tl.load(_lengths_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS) + tile).to(tl.int64)
+    length = tl.load(_lengths_of(dense, pages, G) + tile).to(tl.int64)
     source, word = words + tl.load(ends + tile) - length, place >> 5
     first = tl.load(source + word, mask=(bits > 0) & (word < length), other=0).to(tl.uint32, bitcast=True)
     second = tl.load(source + word + 1, mask=(bits > 0) & (word + 1 < length), other=0).to(tl.uint32, bitcast=True)
     both = (first.to(tl.uint64) | (second.to(tl.uint64) << 32)) >> (place & 31).to(tl.uint64)
     code = both & ((tl.full([], 1, tl.uint64) << bits.to(tl.uint64)) - 1)
     key = low + code.to(low.dtype)
-    if MANTISSA_BITS == 23:
+    if G.MANTISSA_BITS == 23:
         element = tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.uint32)
     else:
         element = tl.where(key >= 0, key, key ^ 0x7FFF).to(tl.uint16)

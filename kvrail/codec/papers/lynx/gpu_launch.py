@@ -7,7 +7,7 @@ a tensor. No kernel is compiled again for another number of layers or pages.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from kvrail.codec.core.gpu import alignment_of, next_power_of_2
 from kvrail.codec.papers.lynx.format import LynxCode
 from kvrail.codec.papers.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
-from kvrail.codec.papers.lynx.gpu_kernels import decode_kernel, encode_kernel
+from kvrail.codec.papers.lynx.gpu_kernels import pages_kernel
 from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL
 from kvrail.codec.papers.lynx.plan import TensorPlan
 
@@ -49,6 +49,36 @@ class Geometry(NamedTuple):
     COLUMNS: int
     WIDTH: int
     PADDED: bool
+
+
+class ExactGeometry(NamedTuple):
+    """What a kernel of stage EXACT is compiled for; kernels call it G, as a constant.
+
+    ROWS_PADDED, WIDTH: rows and columns of a tile, up to a power of two. The others as of Geometry and TensorPlan.
+    """
+
+    MANTISSA_BITS: int
+    ROWS: int
+    ROWS_PADDED: int
+    ROWS_IN_CHUNK: int
+    ALL_CHUNKS: int
+    COLUMNS: int
+    TILE_COLUMNS: int
+    WIDTH: int
+
+    @classmethod
+    def of(cls, plan: TensorPlan) -> Self:
+        """Of keys, or of values."""
+        return cls(
+            MANTISSA_BITS=plan.format.mantissa_bits,
+            ROWS=plan.rows,
+            ROWS_PADDED=next_power_of_2(plan.rows),
+            ROWS_IN_CHUNK=plan.code.chunk,
+            ALL_CHUNKS=plan.chunks,
+            COLUMNS=plan.columns,
+            TILE_COLUMNS=plan.tile_columns,
+            WIDTH=next_power_of_2(plan.tile_columns),
+        )
 
 
 def geometries_of(plans: Sequence[TensorPlan], alignment: int) -> list[Geometry]:
@@ -130,7 +160,7 @@ def launch_encode(
     """
     # One warp finds the extremes of columns without shared memory; what needs more registers a value has two.
     warps = 1 if plans[0].format.item_bytes == 2 and not plans[0].code.curved else WARPS
-    _launch(encode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[RESIDUAL]], {"num_warps": warps})
+    _launch(pools, table, plans, [*dense[ANCHOR], *dense[RESIDUAL]], ENCODES=True, STAGE=RESIDUAL, num_warps=warps)
 
 
 def launch_decode(
@@ -143,7 +173,7 @@ def launch_decode(
     stage = len(dense) - 1
     # What needs more registers a value has more warps for them: both stages at once, and the tables of a curved map.
     warps = 2 * WARPS if stage == RESIDUAL or plans[0].code.curved else WARPS
-    _launch(decode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[stage]], {"STAGE": stage, "num_warps": warps})
+    _launch(pools, table, plans, [*dense[ANCHOR], *dense[stage]], ENCODES=False, STAGE=stage, num_warps=warps)
 
 
 def launch_exact_encode(
@@ -151,21 +181,20 @@ def launch_exact_encode(
 ) -> None:
     """Launch stage EXACT of one tensor; dense: its fixed sections of the stages before."""
     for name in {"scales", "widths"} & plan.sections[EXACT].keys():
-        where, source = plan.sections[EXACT][name], plan.sections[RESIDUAL][name]
-        buffers.dense[where.offset : where.end] = dense[RESIDUAL][source.offset : source.end]
+        plan.sections[EXACT][name].of(buffers.dense).copy_(plan.sections[RESIDUAL][name].of(dense[RESIDUAL]))
     refined = torch.empty((plan.num_layers, plan.num_pages, pool.shape[2]), dtype=torch.uint8, device=pool.device)
     places = torch.arange(plan.num_pages, device=pool.device)
     launch_decode([refined, refined], places, [plan, _nothing_of(plan)], [[part, part] for part in dense])
     item = torch.uint32 if plan.format.item_bytes == 4 else torch.uint16
-    constants = _exact_constants(plan)
+    geometry = ExactGeometry.of(plan)
     reach = float(plan.code.reach)
     numbers = refined.view(item), plan.num_pages, plan.pages, buffers.dense
-    lengths_kernel[(plan.tiles,)](*numbers, reach, **constants, num_warps=EXACT_WARPS, enable_fp_fusion=False)
+    lengths_kernel[(plan.tiles,)](*numbers, reach, geometry, num_warps=EXACT_WARPS, enable_fp_fusion=False)
     ends = _ends(buffers.dense, plan)
     buffers.totals[0] = ends[-1]
     exact_encode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, *numbers, ends, reach, buffers.words, buffers.totals[1:],
-        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=alignment_of([pool]), **constants,
+        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=alignment_of([pool]), G=geometry,
         num_warps=EXACT_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -176,15 +205,14 @@ def launch_exact_decode(
     """Launch the decoding of stage EXACT of one tensor, but for its escapes; words: int32, its stream."""
     exact_decode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, plan.num_pages, plan.pages, dense, _ends(dense, plan),
-        float(plan.code.reach), words, ALIGNMENT=alignment_of([pool]), **_exact_constants(plan), num_warps=EXACT_WARPS,
+        float(plan.code.reach), words, ALIGNMENT=alignment_of([pool]), G=ExactGeometry.of(plan), num_warps=EXACT_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _ends(dense: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
     """Words up to the last of each tile, int64 [tiles]."""
-    where = plan.sections[EXACT]["lengths"]
-    return dense[where.offset : where.end].view(torch.int32).cumsum(0, dtype=torch.int64)
+    return plan.sections[EXACT]["lengths"].of(dense).view(torch.int32).cumsum(0, dtype=torch.int64)
 
 
 def _nothing_of(plan: TensorPlan) -> TensorPlan:
@@ -192,33 +220,15 @@ def _nothing_of(plan: TensorPlan) -> TensorPlan:
     return replace(plan, num_layers=0)
 
 
-def _exact_constants(plan: TensorPlan) -> dict[str, int]:
-    return {
-        "MANTISSA_BITS": plan.format.mantissa_bits,
-        "ROWS": plan.rows,
-        "ROWS_PADDED": next_power_of_2(plan.rows),
-        "ROWS_IN_CHUNK": plan.code.chunk,
-        "ALL_CHUNKS": plan.chunks,
-        "COLUMNS": plan.columns,
-        "TILE_COLUMNS": plan.tile_columns,
-        "WIDTH": next_power_of_2(plan.tile_columns),
-    }
-
-
 def _launch(
-    kernel: Any,
-    pools: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    plans: Plans,
-    dense: Sequence[torch.Tensor],
-    options: dict[str, int],
+    pools: Sequence[torch.Tensor], table: torch.Tensor, plans: Plans, dense: Sequence[torch.Tensor], **options: int
 ) -> None:
-    """Launch a kernel of keys and values; options: constants of its own, and how it is launched."""
+    """Launch the kernel of keys and values; options: its constants, and how it is launched."""
     programs = [0 if plan.raw else plan.pages * -(-plan.columns // width_of(plan)) for plan in plans]
     if not sum(programs):
         return
     plan, geometries = plans[0] if plans[0].pages else plans[1], geometries_of(plans, alignment_of(pools))
-    kernel[(sum(programs),)](
+    pages_kernel[(sum(programs),)](
         *pools, *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools),
         table, plan.num_pages, plan.pages, programs[0], *dense, tables_of(plan.code, table.device),
         **options, KEYS=geometries[0], VALUES=geometries[1], enable_fp_fusion=False,

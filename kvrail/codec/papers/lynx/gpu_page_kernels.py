@@ -17,19 +17,17 @@ moves the bytes, or half as many of most of those that are not sums or products 
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import COMPILED
+from kvrail.codec.core.gpu_word_kernels import COMPILED, load, store
 from kvrail.codec.papers.lynx.gpu_word_kernels import (
     TINY,
     chunks_of,
     columns_of,
     elements_of,
-    load,
     numbers_of,
     packed,
     place_of,
     rows_of,
     sections_of,
-    store,
     words_at,
 )
 
@@ -240,7 +238,7 @@ def encode_block(
     tables,
     G: tl.constexpr,
 ):
-    """Write metadata and codes of some columns of a page; arguments as of gpu_kernels.encode_kernel."""
+    """Write metadata and codes of some columns of a page; arguments as of gpu_kernels.pages_kernel."""
     LANES: tl.constexpr = G.LANES  # loops are unrolled by constants of their own alone, before Triton 3.9
     SHARED: tl.constexpr = G.ALL_CHUNKS == 1
     WORDS: tl.constexpr = G.COLUMNS // LANES
@@ -263,8 +261,8 @@ def encode_block(
             lows += (low,)
             highs += (high,)
     base, top = _page_range(lows, highs, LANES, SHARED)
-    ours = sections_of(anchors, pages, G.MANTISSA_BITS, G.COLUMNS, G.ALL_CHUNKS, 0, G.CURVED)
-    other = sections_of(residuals, pages, G.MANTISSA_BITS, G.COLUMNS, G.ALL_CHUNKS, 1, G.CURVED)
+    ours = sections_of(anchors, pages, 0, G.CURVED, G)
+    other = sections_of(residuals, pages, 1, G.CURVED, G)
     channel = number.to(tl.int64) * WORDS + column
     scales = _write_channels(base, top, channel, inside, ours, other, G.MANTISSA_BITS, LANES, G.CURVED)
     both = ()
@@ -310,7 +308,7 @@ def decode_block(
     STAGE: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Write what the codes of some columns of a page stand for; arguments as of gpu_kernels.decode_kernel."""
+    """Write what the codes of some columns of a page stand for; arguments as of gpu_kernels.pages_kernel."""
     LANES: tl.constexpr = G.LANES  # loops are unrolled by constants of their own alone, before Triton 3.9
     SHARED: tl.constexpr = G.ALL_CHUNKS == 1
     WORDS: tl.constexpr = G.COLUMNS // LANES
@@ -320,16 +318,14 @@ def decode_block(
     column = columns_of(block, G.WIDTH // LANES)
     inside = column < WORDS
     row, chunk = rows_of(G.CHUNKS, G.CHUNK, G.ROWS_IN_CHUNK)
-    scales, widths, minima, lows, codes = sections_of(
-        anchors, pages, G.MANTISSA_BITS, G.COLUMNS, G.ALL_CHUNKS, 0, G.CURVED
-    )
+    scales, widths, minima, lows, codes = sections_of(anchors, pages, 0, G.CURVED, G)
     words = words_at(page, ITEM, LANES) + row * WORDS + column[None, None, :]
     at = (number.to(tl.int64) * G.HALF_ROWS + row) * WORDS + column[None, None, :]
     there = (row < G.HALF_ROWS) & inside[None, None, :]
     both = load(words_at(codes, 8, LANES) + at, there, G.PADDED).to(tl.uint32)
     fine = both
     if STAGE == 1:
-        _, _, _, _, codes = sections_of(residuals, pages, G.MANTISSA_BITS, G.COLUMNS, G.ALL_CHUNKS, 1, G.CURVED)
+        _, _, _, _, codes = sections_of(residuals, pages, 1, G.CURVED, G)
         fine = load(words_at(codes, 8, LANES) + at, there, G.PADDED).to(tl.uint32)
     channel = number.to(tl.int64) * WORDS + column
     scale = numbers_of(load(words_at(scales, 16, LANES) + channel, inside, True), 7, LANES)

@@ -9,7 +9,7 @@ are of words; the numbers of their lanes are a tuple of blocks.
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import COMPILED
+from kvrail.codec.core.gpu_word_kernels import COMPILED, pointer_to
 
 TINY = tl.constexpr(2.0**-110)
 
@@ -21,23 +21,15 @@ def aligned(size):
 
 
 @triton.jit
-def sections_of(
-    base,
-    pages,
-    MANTISSA_BITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    STAGE: tl.constexpr,
-    CURVED: tl.constexpr,
-):
+def sections_of(base, pages, STAGE: tl.constexpr, CURVED: tl.constexpr, G: tl.constexpr):
     """Pointers to a stage's scales, widths, minima, lows and codes, and to what follows the metadata of EXACT.
 
-    One that the stage does not have points to another section.
+    One that the stage does not have points to another section. G: of what the kernel is compiled for.
     """
-    ITEM: tl.constexpr = 4 if MANTISSA_BITS == 23 else 2
-    channels = pages.to(tl.int64) * COLUMNS
+    ITEM: tl.constexpr = 4 if G.MANTISSA_BITS == 23 else 2
+    channels = pages.to(tl.int64) * G.COLUMNS
     minima_bytes, scales_bytes = aligned(channels * ITEM), aligned(channels * 2)
-    chunk_bytes = aligned(channels * CHUNKS) if CHUNKS > 1 else aligned(channels * 0)
+    chunk_bytes = aligned(channels * G.ALL_CHUNKS) if G.ALL_CHUNKS > 1 else aligned(channels * 0)
     if STAGE == 0:
         minima = base
         scales = minima + minima_bytes
@@ -87,39 +79,9 @@ def rounded(numbers, MANTISSA_BITS: tl.constexpr):
 
 
 @triton.jit
-def elements_at(data, MANTISSA_BITS: tl.constexpr):
-    """A pointer to bytes as one to elements' bits."""
-    WORD: tl.constexpr = tl.uint32 if MANTISSA_BITS == 23 else tl.uint16
-    return data.to(tl.pointer_type(WORD))
-
-
-@triton.jit
 def words_at(data, BITS: tl.constexpr, LANES: tl.constexpr):
     """A pointer to bytes as one to words of LANES times BITS bits."""
-    if BITS * LANES == 64:
-        words = data.to(tl.pointer_type(tl.uint64))
-    elif BITS * LANES == 32:
-        words = data.to(tl.pointer_type(tl.uint32))
-    elif BITS * LANES == 16:
-        words = data.to(tl.pointer_type(tl.uint16))
-    else:
-        words = data.to(tl.pointer_type(tl.uint8))
-    return words
-
-
-@triton.jit
-def load(pointer, mask, PADDED: tl.constexpr):
-    """What lies there; 0 where masked."""
-    return tl.load(pointer, mask=mask if PADDED else None, other=0 if PADDED else None)
-
-
-@triton.jit
-def store(pointer, data, mask, PADDED: tl.constexpr):
-    """Store data of a wider type, which fits."""
-    if PADDED:
-        tl.store(pointer, data.to(pointer.dtype.element_ty), mask=mask)
-    else:
-        tl.store(pointer, data.to(pointer.dtype.element_ty))
+    return pointer_to(data, BITS * LANES // 8)
 
 
 @triton.jit

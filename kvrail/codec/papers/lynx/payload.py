@@ -1,5 +1,6 @@
 """The payloads of a block's stages. README.md has the layout; nothing here computes codes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -8,18 +9,27 @@ import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.sections import PairLayout, aligned, parsed_header
-from kvrail.codec.papers.lynx.format import FORMATS, TINY, LynxCode
+from kvrail.codec.core.plans import matrices
+from kvrail.codec.core.sections import (
+    PairLayout,
+    PayloadPart,
+    Section,
+    aligned,
+    check_minima,
+    check_scales,
+    parsed_header,
+)
+from kvrail.codec.papers.lynx.format import TINY, LynxCode
 from kvrail.codec.papers.lynx.plan import TensorPlan
 
 ANCHOR, RESIDUAL, EXACT = range(3)
 """The stages."""
 _LEAST_SCALE = int(np.float32(TINY).view(np.uint32)) >> 16
-_LARGEST_SCALE = 0x7F7F
+_INFINITY = 0x7F80
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(PayloadPart):
     """What a stage has of one tensor.
 
     raw: EXACT brings the tensor as it is, since its stream would not be smaller. words: of 32 bits, of the stream;
@@ -33,14 +43,19 @@ class Part:
     escapes: int = 0
 
     @property
+    def sections(self) -> Mapping[str, Section]:
+        """What has its place whatever the data is."""
+        return {"elements": Section(0, self.plan.raw_bytes)} if self.raw else self.plan.sections[self.stage]
+
+    @property
     def fixed_bytes(self) -> int:
-        """Bytes whose place does not depend on the data, padding included."""
+        """Bytes of the sections, padding included."""
         return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes[self.stage]
 
     @property
-    def variable_bytes(self) -> int:
-        """Bytes of the stream and of the escapes' positions and elements, padding included."""
-        return variable_bytes(self.plan, self.words, self.escapes)
+    def pieces(self) -> tuple[int, int, int]:
+        """The stream, and the escapes' positions and elements."""
+        return 4 * self.words, 4 * self.escapes, self.plan.format.item_bytes * self.escapes
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -51,24 +66,18 @@ class Part:
 Layout = PairLayout[Part]
 
 
-def variable_bytes(plan: TensorPlan, words: int, escapes: int) -> int:
-    """Bytes of a stream and of escapes, with their padding."""
-    return aligned(4 * words) + aligned(4 * escapes) + aligned(plan.format.item_bytes * escapes)
-
-
 @lru_cache(maxsize=256)
 def plans_of(spec: BlockSpec, code: LynxCode) -> tuple[TensorPlan, TensorPlan]:
     """Plans of keys and values."""
-    shape = (FORMATS[spec.dtype], code, spec.num_layers, spec.num_pages, spec.page_size)
-    return (
-        TensorPlan(*shape, spec.num_kv_heads * spec.key_dim),
-        TensorPlan(*shape, spec.num_kv_heads * spec.value_dim),
-    )
+    return matrices(TensorPlan, spec, code)
 
 
 def travels_raw(plan: TensorPlan, words: int, escapes: int) -> bool:
     """Whether EXACT brings a tensor as it is, because a stream this long with its escapes is no smaller."""
-    return not plan.raw and plan.fixed_bytes[EXACT] + variable_bytes(plan, words, escapes) >= plan.raw_bytes
+    return (
+        not plan.raw
+        and plan.fixed_bytes[EXACT] + Part(plan, EXACT, False, words, escapes).variable_bytes >= plan.raw_bytes
+    )
 
 
 def parse(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Layout:
@@ -87,27 +96,16 @@ def parse_both(anchors: Bytes, residuals: Bytes, spec: BlockSpec, code: LynxCode
     layouts = parse(anchors, spec, code, ANCHOR), parse(residuals, spec, code, RESIDUAL)
     for part, start, other in zip(layouts[ANCHOR].parts, *(layout.offsets for layout in layouts), strict=True):
         for name in part.plan.sections[RESIDUAL].keys() - {"codes"}:
-            first = section(anchors[start:], part.plan, ANCHOR, name)
-            if not np.array_equal(first, section(residuals[other:], part.plan, RESIDUAL, name)):
+            first = part.plan.sections[ANCHOR][name].of(anchors[start:])
+            if not np.array_equal(first, part.plan.sections[RESIDUAL][name].of(residuals[other:])):
                 raise CodecError(f"the first two stages have other {name}: they are of other blocks")
     return layouts
 
 
-def section(dense: Bytes, plan: TensorPlan, stage: int, name: str) -> Bytes:
-    """A view of one section of the fixed sections of a tensor's part of a stage."""
-    where = plan.sections[stage][name]
-    return dense[where.offset : where.end]
-
-
 def escapes_of(stream: Bytes, part: Part) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.unsignedinteger]]:
     """Positions and elements of the escapes of a tensor whose stream begins `stream`; views."""
-    start = aligned(4 * part.words)
-    elements = start + aligned(4 * part.escapes)
-    item = part.plan.format.item_bytes
-    return (
-        stream[start : start + 4 * part.escapes].view("<u4"),
-        stream[elements : elements + item * part.escapes].view(f"<u{item}"),
-    )
+    _, positions, elements = part.cut(stream)
+    return positions.view("<u4"), elements.view(f"<u{part.plan.format.item_bytes}")
 
 
 def places_of(positions: npt.NDArray[np.uint32], plan: TensorPlan) -> tuple[Ints, Ints, Ints]:
@@ -137,24 +135,17 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -
 
 def _check_sections(dense: Bytes, part: Part) -> None:
     """Check that what describes chunks and tiles is what an encoder can have written."""
-    plan, stage = part.plan, part.stage
-    sections = plan.sections[stage]
+    plan, sections = part.plan, part.sections
     if "scales" in sections:
-        scales = section(dense, plan, stage, "scales").view("<u2")
-        wrong = (scales > _LARGEST_SCALE) | ((scales > 0) & (scales < _LEAST_SCALE))
-        if wrong.any():
-            raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
+        check_scales(sections["scales"].of(dense), _INFINITY, _LEAST_SCALE)
     if "minima" in sections:
-        minima = section(dense, plan, stage, "minima").view(f"<u{plan.format.item_bytes}")
-        infinite = (1 << plan.format.exponent_bits) - 1
-        if (minima >> plan.format.mantissa_bits & infinite == infinite).any():
-            raise CodecError("a payload has a minimum that is not finite")
+        check_minima(sections["minima"].of(dense), plan.format)
     if "lows" in sections:
-        ends = section(dense, plan, stage, "lows").astype(np.uint16) + section(dense, plan, stage, "widths")
+        ends = sections["lows"].of(dense).astype(np.uint16) + sections["widths"].of(dense)
         if (ends > 255).any():
             raise CodecError(f"a payload has a chunk that ends at {ends.max()} of 255")
     if "lengths" in sections:
-        words = int(section(dense, plan, stage, "lengths").view("<u4").sum(dtype=np.int64))
+        words = int(sections["lengths"].of(dense).view("<u4").sum(dtype=np.int64))
         if words != part.words:
             raise CodecError(f"tiles have {words} words; the header says {part.words}")
 

@@ -4,48 +4,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from kvrail.codec.core.floats import FloatFormat
-from kvrail.codec.core.sections import Section, aligned, sections_of
+from kvrail.codec.core.plans import MatrixPlan
+from kvrail.codec.core.sections import Section, aligned, bytes_of, sections_of
 from kvrail.codec.papers.lynx.format import LynxCode
 
 TILE_VALUES = 4096
 TILE_COLUMNS = 64
 
 
-@dataclass(frozen=True)
-class TensorPlan:
-    """Sections of the keys or the values of a block.
-
-    One page of one layer is a matrix [rows, columns] of elements, contiguous: rows are tokens, columns are channels of
-    all heads. Pages are counted layer by layer: page number = layer * num_pages + page.
-    """
-
-    format: FloatFormat
-    code: LynxCode
-    num_layers: int
-    num_pages: int
-    rows: int
-    columns: int
-
-    @cached_property
-    def pages(self) -> int:
-        """Pages of all layers."""
-        return self.num_layers * self.num_pages
-
-    @cached_property
-    def page_values(self) -> int:
-        """Elements of a page."""
-        return self.rows * self.columns
-
-    @cached_property
-    def values(self) -> int:
-        """Elements in all."""
-        return self.pages * self.page_values
-
-    @cached_property
-    def raw_bytes(self) -> int:
-        """Bytes of the tensor as it is."""
-        return self.values * self.format.item_bytes
+class TensorPlan(MatrixPlan[LynxCode]):
+    """Sections of the keys or the values of a block."""
 
     @cached_property
     def raw(self) -> bool:
@@ -92,7 +60,7 @@ class TensorPlan:
     @cached_property
     def fixed_bytes(self) -> tuple[int, ...]:
         """By stage: bytes of these sections, with their padding."""
-        return tuple(sum(aligned(each.size) for each in stage.values()) for stage in self.sections)
+        return tuple(map(bytes_of, self.sections))
 
     @cached_property
     def _sizes(self) -> tuple[dict[str, int], ...]:

@@ -79,7 +79,7 @@ def decode_inner(inner: Bytes, layout: Layout, out: PagedBlock) -> None:
     Raises CodecError, with `out` untouched, where the payload is wrong or a pool's tensor is not contiguous.
     """
     inner[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-    plans = layout.keys.plan, layout.values.plan
+    plans = layout.parts[0].plan, layout.parts[1].plan
     one_stage.decode(0, [inner], [parse(inner, out.spec, plans)], Coding(plans, (None, None)), out)
 
 

@@ -29,8 +29,8 @@ from kvrail.codec.splitzip.entropy.gpu_launch import (
 from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, coded_bytes, head_bytes, pieces_of, places_of
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_decode, launch_encode
 from kvrail.codec.splitzip.tiles.format import WindowCode
-from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, Slots, make_table, tiles_of
-from kvrail.codec.splitzip.tiles.payload import Layout, Part, parse_header, scale_bytes_of, stats_of, travels_raw
+from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, Slots, make_table, parts_of, tiles_of
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, parse_header, scale_bytes_of, stats_of
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 CODES, REST = (1, 3), 4
@@ -88,7 +88,7 @@ class AnsEncoding:
         codes = _code_places(plans)
         self._batches = [_Batch.launch(self._inner, codes)] if codes else []
         self._event = record(device)
-        self._parts: list[Part] = []
+        self._parts: Sequence[Part] = ()
         self._payloads: list[torch.Tensor] = []
 
     def stages(self) -> list[Payload]:
@@ -111,13 +111,11 @@ class AnsEncoding:
 
     def _finish(self) -> list[torch.Tensor]:
         """Launch what completes the payloads."""
-        for plan, (records, extensions) in zip(self._plans, self._totals.tolist(), strict=True):
-            raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
-            self._parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
-        layout = Layout(self._parts[0], self._parts[1], scale_bytes_of(self._pages.spec))
+        self._parts = parts = parts_of(self._plans, self._totals)
+        layout = Layout(parts, scale_bytes_of(self._pages.spec))
         places = dict(enumerate(pieces_of(layout)))
         inner, left = self._inner, {REST}
-        if layout.keys.raw or layout.values.raw:
+        if any(part.raw for part in layout.parts):
             inner, left, self._batches = self._moved(layout), {*CODES, REST}, []
         self._append_escapes(inner, layout)
         tried = {number: places[number] for number in sorted(left) if _may_shrink(places[number])}
@@ -136,7 +134,7 @@ class AnsEncoding:
         inner = torch.zeros(layout.size, dtype=torch.uint8, device=self._inner.device)
         index, pools = self._table[: len(self._pages.page_ids)], byte_pools(self._pages)
         dense = self._buffers.dense(self._plans)
-        for part, pool, made, at in zip(layout.parts, pools, dense, layout.dense_offsets, strict=False):
+        for part, pool, made, at in zip(layout.parts, pools, dense, layout.offsets, strict=False):
             source = pool.index_select(1, index).flatten() if part.raw else made
             inner[at : at + source.numel()] = source
         scales = self._buffers.scales(self._plans)
@@ -145,7 +143,7 @@ class AnsEncoding:
 
     def _append_escapes(self, inner: torch.Tensor, layout: Layout) -> None:
         """Bring records and extensions behind the scales, where zeros are."""
-        for part, slots, at in zip(layout.parts, self._buffers.slots, layout.escape_offsets, strict=True):
+        for part, slots, at in zip(layout.parts, self._buffers.slots, layout.streams, strict=True):
             beyond = at + aligned(2 * part.records)
             inner[at : at + 2 * part.records] = slots.packed_records[: part.records].view(torch.uint8)
             inner[beyond : beyond + part.extensions] = slots.packed_extensions[: part.extensions]
@@ -189,7 +187,7 @@ def _code_places(plans: Plans) -> dict[int, slice]:
     """The pieces with codes, where no tensor turns out to travel raw; none where one does whatever it holds."""
     if not all(tiles_of(plan) for plan in plans):
         return {}
-    places = pieces_of(Layout(Part(plans[0], False, 0, 0), Part(plans[1], False, 0, 0), 0))
+    places = pieces_of(Layout((Part(plans[0], False, 0, 0), Part(plans[1], False, 0, 0))))
     return {number: places[number] for number in CODES if _may_shrink(places[number])}
 
 
@@ -240,7 +238,7 @@ def decode_inner(inner: torch.Tensor, layout: Layout, wrong: torch.Tensor, out: 
 
     wrong: int32 [1], 1 where what it was made from is not. Raises CodecError, with `out` untouched, where it is not.
     """
-    launch_check(inner, layout, layout.keys.plan.code, wrong)
+    launch_check(inner, layout, layout.parts[0].plan.code, wrong)
     table = make_table(out, (None, None))
     if wrong.item():
         raise CodecError("a coded piece of a payload is corrupt, or counts and records in it don't fit each other")

@@ -107,7 +107,7 @@ def launch_check(inner: torch.Tensor, layout: Layout, code: WindowCode, wrong: t
     if not sum(tiles):
         return
     counts, groups, records = [], [], []
-    for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+    for part, dense, escapes in zip(layout.parts, layout.offsets, layout.streams, strict=True):
         sections = part.plan.sections
         where = (
             [0, 0, 0] if part.raw else [dense + sections["counts"].offset, dense + sections["groups"].offset, escapes]

@@ -26,9 +26,9 @@ PIECE_ALIGNMENT = 8
 def pieces_of(layout: Layout) -> list[slice]:
     """The inner payload after its header, cut in five: README.md lists them."""
     pieces = []
-    for part, start in zip(layout.parts, layout.dense_offsets, strict=True):
+    for part, start in zip(layout.parts, layout.offsets, strict=True):
         split = start if part.raw else start + part.plan.sections["code0"].offset
-        pieces += [slice(start, split), slice(split, start + part.dense_bytes)]
+        pieces += [slice(start, split), slice(split, start + part.fixed_bytes)]
     return [*pieces, slice(layout.scale_offset, layout.size)]
 
 

@@ -19,12 +19,13 @@ def histogram(bits: npt.NDArray[np.unsignedinteger], format: FloatFormat) -> His
 
 def coverage(histogram: Histogram, top: int, width: int) -> float:
     """Fraction of the values whose exponent is in (top - width, top]; 1 for no values."""
-    return _fraction(histogram, (top - np.arange(width)) % histogram.size)
+    return set_coverage(histogram, (top - np.arange(width)) % histogram.size)
 
 
 def set_coverage(histogram: Histogram, exponents: npt.NDArray[np.int64]) -> float:
     """Fraction of the values whose exponent is one of `exponents`, none twice; 1 for no values."""
-    return _fraction(histogram, exponents)
+    total = int(histogram.sum())
+    return int(histogram[exponents].sum()) / total if total else 1.0
 
 
 def best_window(histogram: Histogram, width: int) -> int:
@@ -43,8 +44,3 @@ def entropy_bits(histogram: Histogram) -> float:
     """Entropy of the exponents, in bits a value: no code of single exponents is shorter."""
     shares = histogram[histogram > 0] / max(int(histogram.sum()), 1)
     return float(-(shares * np.log2(shares)).sum()) + 0.0
-
-
-def _fraction(histogram: Histogram, chosen: npt.NDArray[np.int64]) -> float:
-    total = int(histogram.sum())
-    return int(histogram[chosen].sum()) / total if total else 1.0

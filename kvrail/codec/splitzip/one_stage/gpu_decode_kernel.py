@@ -15,11 +15,10 @@ some 3,000. So memory, not arithmetic, should bound it.
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import aligned, pointer_to, replicated, spread
+from kvrail.codec.core.gpu_word_kernels import aligned, pointer_to, replicated, spread, store
 from kvrail.codec.splitzip.tiles.gpu_escape_kernels import RECORDS_AT_ONCE, load_records, records_of
 from kvrail.codec.splitzip.tiles.gpu_plane_kernels import field, fields_at, load_planes
 from kvrail.codec.splitzip.tiles.gpu_tile_kernels import (
-    RUNTIME,
     column_tops,
     page_of,
     sections_after,
@@ -46,18 +45,18 @@ def _escaped_values(
     far = (record >> G.POSITION_BITS) + (beyond << (16 - G.POSITION_BITS))
     j8 = record & ((1 << G.POSITION_BITS) - 1)
     j, segment = j8 >> 3, j8 & 7
-    offset, column = values_at(j, 0, segment, tile % G.PER_PAGE, G.SEGMENT_ROWS, G.COLUMNS, G.WIDTH, G.HALVES, 1)
+    offset, column = values_at(j, segment, tile % G.PER_PAGE, G)
     significand = fields_at(dense, tile, tiles, j, segment, live, 1 + G.MANTISSA_BITS, G.SEGMENT_ROWS * G.WIDTH)
     top = fixed_top
     if G.HALVES == 2:
-        top = column_tops(tops, drops, tile, column, live, G.WIDTH)
+        top = column_tops(tops, drops, tile, column, live, G)
     exponent = (top - (1 << G.CODE_BITS) - far) & EXPONENTS
     sign = (significand >> G.MANTISSA_BITS) << (G.EXPONENT_BITS + G.MANTISSA_BITS)
     return offset, sign | (exponent << G.MANTISSA_BITS) | (significand & ((1 << G.MANTISSA_BITS) - 1))
 
 
 @triton.jit
-def _decode_tile(
+def decode_tile(
     tile,
     tiles,
     pool,
@@ -71,21 +70,20 @@ def _decode_tile(
     extensions,
     G: tl.constexpr,
 ):
+    """One tile; arguments as of gpu_kernels.tiles_kernel."""
     SEGMENT: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
     STEP: tl.constexpr = G.SEGMENT_ROWS * (G.COLUMNS if G.HALVES == 2 else G.WIDTH) // G.LANES
     PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
     EXPONENTS: tl.constexpr = (1 << G.EXPONENT_BITS) - 1
     HALF_VALUES: tl.constexpr = (G.WIDTH + 1) // 2
-    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G)
     words = pointer_to(page, G.ITEM_BYTES * G.LANES)
-    index, first, inside, real = words_of(
-        tile % G.PER_PAGE, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, G.HALVES, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
-    )
+    index, first, inside, real = words_of(tile % G.PER_PAGE, G)
     significands, codes = load_planes(
         dense, tile, tiles, index, inside, 1 + G.MANTISSA_BITS, SEGMENT, G.PADDED, G.LANES
     )
     distances, tops = load_planes(codes, tile, tiles, index, inside, G.CODE_BITS, SEGMENT, G.PADDED, G.LANES)
-    tops, drops, counts = sections_after(codes, tiles, G.CODE_BITS, SEGMENT, G.WIDTH, G.HALVES)
+    tops, drops, counts = sections_after(codes, tiles, SEGMENT, G)
     groups = (counts + aligned(tiles.to(tl.int64) * 2)).to(tl.pointer_type(tl.uint32))
     count, wide, records, extensions = records_of(
         tile, counts.to(tl.pointer_type(tl.uint16)), groups, records, extensions
@@ -108,11 +106,7 @@ def _decode_tile(
         exponent = (top - field(distances, s, G.CODE_BITS, G.LANES)) & replicated(EXPONENTS, G.LANES)
         word = (significand & replicated((1 << G.MANTISSA_BITS) - 1, G.LANES)) | (exponent << G.MANTISSA_BITS)
         word |= (significand & replicated(1 << G.MANTISSA_BITS, G.LANES)) << G.EXPONENT_BITS
-        where = words + first + s * STEP
-        if G.PADDED:
-            tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
-        else:
-            tl.store(where, word.to(words.dtype.element_ty))
+        store(words + first + s * STEP, word, real & (first + s * STEP < PAGE_WORDS), G.PADDED)
     if count > 0:
         tl.debug_barrier()  # other threads of the program wrote what the next overwrite
         values = pointer_to(page, G.ITEM_BYTES)
@@ -121,44 +115,3 @@ def _decode_tile(
                 record, beyond, live = load_records(begin, count, wide, records, extensions)
             offset, value = _escaped_values(record, beyond, live, dense, fixed_top, tops, drops, tile, tiles, G)
             tl.store(values + offset, value.to(values.dtype.element_ty), mask=live)
-
-
-@triton.jit(do_not_specialize=RUNTIME)
-def decode_kernel(
-    keys,
-    values,
-    key_layer_stride: tl.int64,
-    value_layer_stride: tl.int64,
-    key_page_stride: tl.int64,
-    value_page_stride: tl.int64,
-    table,
-    num_pages,
-    num_layers,
-    key_tiles,
-    value_tiles,
-    key_dense,
-    value_dense,
-    key_records,
-    value_records,
-    key_extensions,
-    value_extensions,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
-    """Grid: key tiles, then value tiles.
-
-    keys, values: uint8, the pools; strides: bytes; table: int64 [num_pages + 2 * num_layers], page ids, then tops of
-    keys and of values, which are not read where HALVES is 2; dense: uint8, dense parts; records uint16, extensions
-    uint8: of a tensor's tiles, in order. Every record must lie on a value.
-    """
-    tile = tl.program_id(0)
-    if tile < key_tiles:
-        _decode_tile(
-            tile, key_tiles, keys, key_layer_stride, key_page_stride, table, table + num_pages, num_pages,
-            key_dense, key_records, key_extensions, KEYS,
-        )  # fmt: skip
-    else:
-        _decode_tile(
-            tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, table,
-            table + num_pages + num_layers, num_pages, value_dense, value_records, value_extensions, VALUES,
-        )  # fmt: skip

@@ -21,7 +21,6 @@ from kvrail.codec.core.gpu_word_kernels import pointer_to, replicated
 from kvrail.codec.splitzip.tiles.gpu_escape_kernels import store_escapes
 from kvrail.codec.splitzip.tiles.gpu_plane_kernels import store_planes
 from kvrail.codec.splitzip.tiles.gpu_tile_kernels import (
-    RUNTIME,
     channel_tops,
     halves_first,
     load_segment,
@@ -32,38 +31,30 @@ from kvrail.codec.splitzip.tiles.gpu_tile_kernels import (
 
 
 @triton.jit
-def _significand(word, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, LANES: tl.constexpr):
-    mantissa = word & replicated((1 << MANTISSA_BITS) - 1, LANES)
-    return mantissa | ((word >> EXPONENT_BITS) & replicated(1 << MANTISSA_BITS, LANES))
+def _significand(word, G: tl.constexpr):
+    mantissa = word & replicated((1 << G.MANTISSA_BITS) - 1, G.LANES)
+    return mantissa | ((word >> G.EXPONENT_BITS) & replicated(1 << G.MANTISSA_BITS, G.LANES))
 
 
 @triton.jit
-def distance_of(
-    word,
-    top,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    HALVES: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def distance_of(word, top, G: tl.constexpr):
     """How far below their tops exponents lie, in the low CODE_BITS of lanes; bit EXPONENT_BITS: beyond the window.
 
     Bits between, and above the latter, are undefined.
     """
-    EXPONENTS: tl.constexpr = ((1 << EXPONENT_BITS) - 1) << MANTISSA_BITS
-    BEYOND: tl.constexpr = ((1 << EXPONENT_BITS) - (1 << CODE_BITS)) << MANTISSA_BITS
-    exponents = word & replicated(EXPONENTS, LANES)
-    if HALVES == 2:  # no exponent is above its column's top, so that no lane borrows
-        distance = (top << MANTISSA_BITS) + replicated(BEYOND, LANES) - exponents
+    EXPONENTS: tl.constexpr = ((1 << G.EXPONENT_BITS) - 1) << G.MANTISSA_BITS
+    BEYOND: tl.constexpr = ((1 << G.EXPONENT_BITS) - (1 << G.CODE_BITS)) << G.MANTISSA_BITS
+    exponents = word & replicated(EXPONENTS, G.LANES)
+    if G.HALVES == 2:  # no exponent is above its column's top, so that no lane borrows
+        distance = (top << G.MANTISSA_BITS) + replicated(BEYOND, G.LANES) - exponents
     else:
-        distance = (top << MANTISSA_BITS) + replicated(EXPONENTS + (1 << MANTISSA_BITS), LANES) - exponents
-        distance = (distance & replicated(EXPONENTS, LANES)) + replicated(BEYOND, LANES)
-    return distance >> MANTISSA_BITS  # beyond the window the sum has carried
+        distance = (top << G.MANTISSA_BITS) + replicated(EXPONENTS + (1 << G.MANTISSA_BITS), G.LANES) - exponents
+        distance = (distance & replicated(EXPONENTS, G.LANES)) + replicated(BEYOND, G.LANES)
+    return distance >> G.MANTISSA_BITS  # beyond the window the sum has carried
 
 
 @triton.jit
-def _encode_tile(
+def encode_tile(
     tile,
     tiles,
     pool,
@@ -77,33 +68,32 @@ def _encode_tile(
     extensions,
     G: tl.constexpr,
 ):
+    """One tile; arguments as of gpu_kernels.tiles_kernel."""
     SEGMENT: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
     STEP: tl.constexpr = G.SEGMENT_ROWS * (G.COLUMNS if G.HALVES == 2 else G.WIDTH) // G.LANES
     PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
     ROW: tl.constexpr = min(8 // G.LANES, G.HALF_PADDED)
     number = tile % G.PER_PAGE
-    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G)
     words = pointer_to(page, G.ITEM_BYTES * G.LANES)
-    index, first, inside, real = words_of(
-        number, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, G.HALVES, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
-    )
+    index, first, inside, real = words_of(number, G)
     index, first, inside, real = halves_first(index), halves_first(first), halves_first(inside), halves_first(real)
     x = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
         x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, G.PADDED),)
     fields = ()
     for s in tl.static_range(8):
-        fields += (_significand(x[s], G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES),)
+        fields += (_significand(x[s], G),)
     codes = store_planes(fields, dense, tile, tiles, index, inside, 1 + G.MANTISSA_BITS, SEGMENT, G.PADDED, G.LANES)
-    tops, drops, counts = sections_after(codes, tiles, G.CODE_BITS, SEGMENT, G.WIDTH, G.HALVES)
+    tops, drops, counts = sections_after(codes, tiles, SEGMENT, G)
     if G.HALVES == 2:
-        top = channel_tops(x, tops, drops, tile, G.WIDTH, G.HALF_PADDED, G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES)
+        top = channel_tops(x, tops, drops, tile, G)
     else:
         top = replicated(tl.load(fixed_tops + layer).to(tl.uint32), G.LANES)
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
-        distance = distance_of(x[s], top, G.EXPONENT_BITS, G.MANTISSA_BITS, G.CODE_BITS, G.HALVES, G.LANES)
+        distance = distance_of(x[s], top, G)
         if G.PADDED:
             distance = tl.where(real & (first + s * STEP < PAGE_WORDS), distance, 0)
         escaped += ((distance >> G.EXPONENT_BITS) & replicated(1, G.LANES)) * (1 << s)
@@ -111,48 +101,6 @@ def _encode_tile(
     store_planes(fields, codes, tile, tiles, index, inside, G.CODE_BITS, SEGMENT, G.PADDED, G.LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = store_escapes(
-        escaped, index, first, top, pointer_to(page, G.ITEM_BYTES), records + slot, extensions + slot,
-        1 << G.CODE_BITS, G.POSITION_BITS, G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES, STEP, ROW,
-    )  # fmt: skip
+        escaped, index, first, top, pointer_to(page, G.ITEM_BYTES), records + slot, extensions + slot, STEP, ROW, G
+    )
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
-
-
-@triton.jit(do_not_specialize=RUNTIME)
-def encode_kernel(
-    keys,
-    values,
-    key_layer_stride: tl.int64,
-    value_layer_stride: tl.int64,
-    key_page_stride: tl.int64,
-    value_page_stride: tl.int64,
-    table,
-    num_pages,
-    num_layers,
-    key_tiles,
-    value_tiles,
-    key_dense,
-    value_dense,
-    key_records,
-    value_records,
-    key_extensions,
-    value_extensions,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
-    """Grid: key tiles, then value tiles.
-
-    keys, values: uint8, the pools; strides: bytes; table: int64 [num_pages + 2 * num_layers], page ids, then tops of
-    keys and of values, which are not read where HALVES is 2; dense: uint8, dense parts, all but the group offsets.
-    Slots, one a tile: records uint16 and extensions uint8, as many as a tile has values.
-    """
-    tile = tl.program_id(0)
-    if tile < key_tiles:
-        _encode_tile(
-            tile, key_tiles, keys, key_layer_stride, key_page_stride, table, table + num_pages, num_pages,
-            key_dense, key_records, key_extensions, KEYS,
-        )  # fmt: skip
-    else:
-        _encode_tile(
-            tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, table,
-            table + num_pages + num_layers, num_pages, value_dense, value_records, value_extensions, VALUES,
-        )  # fmt: skip

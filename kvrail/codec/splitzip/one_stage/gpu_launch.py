@@ -9,8 +9,7 @@ import torch
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.gpu import byte_pools
 from kvrail.codec.core.sections import aligned
-from kvrail.codec.splitzip.one_stage.gpu_decode_kernel import decode_kernel
-from kvrail.codec.splitzip.one_stage.gpu_encode_kernel import encode_kernel
+from kvrail.codec.splitzip.one_stage.gpu_kernels import tiles_kernel
 from kvrail.codec.splitzip.tiles.gpu_launch import (
     TUNING,
     EncodeBuffers,
@@ -35,7 +34,7 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
     if sum(tiles):
         slots = [(slot.records, slot.extensions) for slot in buffers.slots]
         outputs = [(part, *slot) for part, slot in zip(dense, slots, strict=True)]
-        launch_tiles(encode_kernel, TUNING.encode_words, pages, pools, plans, tiles, table, outputs)
+        launch_tiles(tiles_kernel, TUNING.encode_words, pages, pools, plans, tiles, table, outputs, ENCODES=True)
         launch_pack(plans, tiles, dense, buffers)
     else:
         buffers.totals.zero_()
@@ -45,13 +44,13 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
 def launch_decode(payload: torch.Tensor, layout: Layout, table: torch.Tensor, out: PagedBlock) -> None:
     """Launch the decoding of a payload, uint8 on the pool's device, into `out`. Every record must lie on a value."""
     pools, index = byte_pools(out), table[: len(out.page_ids)]
-    plans = layout.keys.plan, layout.values.plan
+    plans = layout.parts[0].plan, layout.parts[1].plan
     tiles = [0 if part.raw else part.plan.tiles for part in layout.parts]
     inputs = []
-    for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+    for part, dense, escapes in zip(layout.parts, layout.offsets, layout.streams, strict=True):
         records = payload[escapes : escapes + 2 * part.records].view(torch.uint16)
-        extensions = payload[escapes + part.escape_bytes - aligned(part.extensions) :]
+        extensions = payload[escapes + part.variable_bytes - aligned(part.extensions) :]
         inputs.append((payload[dense:], records, extensions))
     if sum(tiles):
-        launch_tiles(decode_kernel, TUNING.decode_words, out, pools, plans, tiles, table, inputs)
+        launch_tiles(tiles_kernel, TUNING.decode_words, out, pools, plans, tiles, table, inputs, ENCODES=False)
     place_whole(payload, layout, pools, index)

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from kvrail.codec.base import Codec, Encoding, PagedBlock, Payload, check_dtype, check_place, check_stage
-from kvrail.codec.core.backend import Backend, backend_of
+from kvrail.codec.base import PagedBlock, Payload, check_dtype, check_stage
+from kvrail.codec.core.backend import Backend, BackendCodec, backend_of
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.progressive_ans.payload import StageLayout, parse_first, parse_rest
 from kvrail.codec.splitzip.progressive_ans.plan import KEPT_BITS, Plans, cut_plans
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     _BACKENDS: tuple[Backend[Plans, StageLayout], ...] = (cpu, gpu)
 
 
-class ProgressiveAnsCodec(Codec):
+class ProgressiveAnsCodec(BackendCodec):
     """Exponents and the top of mantissas, entropy-coded, then the low mantissa bits: exact, on CPU and CUDA.
 
     kept: mantissa bits of keys and of values that the first stage shows, where elements have 16 bits; chunk: values of
@@ -26,6 +24,7 @@ class ProgressiveAnsCodec(Codec):
     """
 
     name = "splitzip-progressive-ans"
+    package = "kvrail.codec.splitzip.progressive_ans"
     num_stages = 2
     dtypes = frozenset(FORMATS)
 
@@ -38,15 +37,6 @@ class ProgressiveAnsCodec(Codec):
         self._kept = kept
         self._code = WindowCode(4, per_channel=True, chunk=chunk)
 
-    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
-        """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
-
-        Raises CodecError where the element type is none of `dtypes`, or a pool's tensor does not lie as the device
-        takes it; ValueError where payloads are to stay `on_device`.
-        """
-        check_place(self, pages, on_device)
-        return _backend(pages.device).encode(pages, self._plans(pages))
-
     def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Check a stage's payload, then write what it says into `out`, on its device's current stream.
 
@@ -56,15 +46,10 @@ class ProgressiveAnsCodec(Codec):
         parameters and spec.
         """
         check_stage(self, stage, payloads)
-        source, plans = host_bytes(self.name, payloads[-1]), self._plans(out)
+        check_dtype(self, out)
+        source, plans = host_bytes(self.name, payloads[-1]), self._coding(out)
         layout = parse_first(source, out.spec, plans) if stage == 0 else parse_rest(source, plans)
-        _backend(out.device).decode(stage, [source], [layout], plans, out)
+        backend_of(self.package, out.device).decode(stage, [source], [layout], plans, out)
 
-    def _plans(self, pages: PagedBlock) -> Plans:
-        check_dtype(self, pages)
+    def _coding(self, pages: PagedBlock) -> Plans:
         return cut_plans(pages.spec, self._code, self._kept)
-
-
-def _backend(device: torch.device) -> Backend[Plans, StageLayout]:
-    backend: Backend[Plans, StageLayout] = backend_of("kvrail.codec.splitzip.progressive_ans", device)
-    return backend

@@ -9,7 +9,7 @@ from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, on_threads
 from kvrail.codec.core.host import host_bytes
-from kvrail.codec.core.sections import HEADER_BYTES, packed_header, pad
+from kvrail.codec.core.sections import HEADER_BYTES, packed_header, pad_all
 from kvrail.codec.splitzip.entropy.cpu import coded_pieces, decode_inner, joined_pieces, restore_pieces
 from kvrail.codec.splitzip.entropy.payload import pieces_of
 from kvrail.codec.splitzip.one_stage import cpu as one_stage
@@ -34,7 +34,7 @@ def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
     inner = host_bytes("splitzip-progressive-ans", encoding.stages()[0])
     layout = parse_header(inner, pages.spec, (plans[0].whole, plans[1].whole))
     pieces = [inner[place] for place in pieces_of(layout)]
-    raw = layout.keys.raw, layout.values.raw
+    raw = layout.parts[0].raw, layout.parts[1].raw
     later = rest_layout(raw, plans)
     second = buffers.take(later.size)
     second[:HEADER_BYTES] = np.frombuffer(packed_header(later.raw), dtype=np.uint8)
@@ -100,9 +100,8 @@ def _cut(plan: CutPlan, source: Bytes, shown: Bytes, rest: Bytes) -> None:
         cut_tiles(source, first, last, *shape, shown, rest)
 
     on_threads(on_range, plan.whole.tiles, plan.whole.raw_bytes)
-    for target, sections in ((shown, plan.shown), (rest, plan.rest)):
-        for section in sections.values():
-            pad(target, section.end)
+    pad_all(shown, plan.shown)
+    pad_all(rest, plan.rest)
 
 
 def _join(plan: CutPlan, shown: Bytes, target: Bytes) -> None:

@@ -37,7 +37,7 @@ class StagesEncoding(AnsEncoding):
 
     def _assemble(self, layout: Layout, inner: torch.Tensor) -> list[torch.Tensor]:
         """Launch what brings both payloads together, on the device."""
-        later = rest_layout((layout.keys.raw, layout.values.raw), self._cuts)
+        later = rest_layout((layout.parts[0].raw, layout.parts[1].raw), self._cuts)
         second = torch.zeros(later.size, dtype=torch.uint8, device=inner.device)
         header = np.frombuffer(packed_header(later.raw), dtype=np.uint8)
         second[:HEADER_BYTES] = to_device(header, inner.device)

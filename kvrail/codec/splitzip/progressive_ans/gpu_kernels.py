@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import pointer_to, replicated
+from kvrail.codec.core.gpu_word_kernels import pointer_to, replicated, store
 from kvrail.codec.splitzip.tiles.gpu_plane_kernels import field, load_planes, store_planes
 from kvrail.codec.splitzip.tiles.gpu_tile_kernels import RUNTIME, load_segment, page_of, words_of
 
@@ -72,22 +72,16 @@ def _complete_tile(tile, tiles, pool, layer_stride, page_stride, pages, num_page
     PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
     REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
     HIGH: tl.constexpr = (1 << (8 * G.ITEM_BYTES)) - (1 << REST_BITS)
-    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G)
     words = pointer_to(page, G.ITEM_BYTES * G.LANES)
-    index, first, inside, real = words_of(
-        tile % G.PER_PAGE, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, G.HALVES, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
-    )
+    index, first, inside, real = words_of(tile % G.PER_PAGE, G)
     planes, _ = load_planes(rest, tile, tiles, index, inside, REST_BITS, SEGMENT, G.PADDED, G.LANES)
     coarse = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
         coarse += (load_segment(words, first + s * STEP, real, PAGE_WORDS, G.PADDED),)
     for s in tl.static_range(8):
         word = (coarse[s] & replicated(HIGH, G.LANES)) | field(planes, s, REST_BITS, G.LANES)
-        where = words + first + s * STEP
-        if G.PADDED:
-            tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
-        else:
-            tl.store(where, word.to(words.dtype.element_ty))
+        store(words + first + s * STEP, word, real & (first + s * STEP < PAGE_WORDS), G.PADDED)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

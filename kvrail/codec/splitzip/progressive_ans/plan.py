@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from kvrail.codec.base import BlockSpec
-from kvrail.codec.core.sections import Section, aligned, sections_of
+from kvrail.codec.core.sections import Section, bytes_of, sections_of
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode, planes_of
 from kvrail.codec.splitzip.tiles.plan import TensorPlan, plans_of
 
@@ -42,12 +42,12 @@ class CutPlan:
     @cached_property
     def shown_bytes(self) -> int:
         """Bytes of the first stage's planes, with their padding."""
-        return sum(aligned(section.size) for section in self.shown.values())
+        return bytes_of(self.shown)
 
     @cached_property
     def rest_bytes(self) -> int:
         """Bytes of the second stage's planes, with their padding."""
-        return sum(aligned(section.size) for section in self.rest.values())
+        return bytes_of(self.rest)
 
     def planes(self, bits: int) -> dict[str, Section]:
         """The planes of a field of `bits` bits, widest first."""

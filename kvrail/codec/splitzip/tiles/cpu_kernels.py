@@ -185,7 +185,7 @@ def list_escapes(distances, geometry, tile, dense, marks, records, extensions):
     for word in range(marks.size):
         left = marks[word]
         while left:
-            position = word * 64 + trailing_zeros(left)  # type: ignore[call-arg]
+            position = word * 64 + trailing_zeros(left)
             far = int64(distances[(position & 7) * size + (position >> 3)]) - window
             records[count] = u16(position | far << geometry.position_bits)
             extensions[count] = u8(far >> far_bits)

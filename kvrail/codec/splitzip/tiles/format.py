@@ -49,8 +49,3 @@ class WindowCode:
     def position_bits(self) -> int:
         """Bits of a record that say where in its tile a value lies."""
         return self.chunk.bit_length() - 1
-
-    @property
-    def distance_bits(self) -> int:
-        """Bits of a record that say how far outside the window the exponent lies."""
-        return 16 - self.position_bits

@@ -42,13 +42,9 @@ def store_escapes(
     values,
     records,
     extensions,
-    WINDOW: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    LANES: tl.constexpr,
     STEP: tl.constexpr,
     ROW: tl.constexpr,
+    G: tl.constexpr,
 ):
     """Store a tile's records and extensions; the tile's count.
 
@@ -59,27 +55,27 @@ def store_escapes(
     Blocks of rows are [rows / 2, 2]: with neighbouring rows in one thread, as its values are, none crosses threads.
     """
     PARTS: tl.constexpr = min(2, escaped.numel // ROW)
-    NEAR: tl.constexpr = 1 << (16 - POSITION_BITS)
-    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
-    tops = _in_rows(tl.broadcast_to(top & replicated(EXPONENTS, LANES), escaped.shape), LANES, ROW, PARTS)
-    escaped = _in_rows(escaped, LANES, ROW, PARTS)
-    index = tl.min(_rows_of(index, ROW, PARTS), axis=2) * LANES
-    first = tl.min(_rows_of(first, ROW, PARTS), axis=2) * LANES
+    NEAR: tl.constexpr = 1 << (16 - G.POSITION_BITS)
+    EXPONENTS: tl.constexpr = (1 << G.EXPONENT_BITS) - 1
+    tops = _in_rows(tl.broadcast_to(top & replicated(EXPONENTS, G.LANES), escaped.shape), G.LANES, ROW, PARTS)
+    escaped = _in_rows(escaped, G.LANES, ROW, PARTS)
+    index = tl.min(_rows_of(index, ROW, PARTS), axis=2) * G.LANES
+    first = tl.min(_rows_of(first, ROW, PARTS), axis=2) * G.LANES
     count = popcount(escaped.to(tl.uint32)) + popcount((escaped >> 32).to(tl.uint32))
     sums = tl.sum(count, axis=1)
     first_at = tl.cumsum(sums, 0) - sums
     at = first_at[:, None] + (sums[:, None] - count) * tl.arange(0, PARTS)[None, :]  # the second behind the first
     furthest = tl.zeros_like(count)
-    bit, value = _lowest(escaped, values + first, STEP * LANES)
+    bit, value = _lowest(escaped, values + first, STEP * G.LANES)
     for _ in range(tl.max(count)):
         live, this, found = escaped != 0, bit, value
         escaped = escaped & (escaped - 1)
-        bit, value = _lowest(escaped, values + first, STEP * LANES)  # under way while this one is stored
-        far = (tops >> (this & 56).to(tl.uint64)).to(tl.int32) - (found.to(tl.int32) >> MANTISSA_BITS)
-        far = (far & EXPONENTS) - WINDOW
-        record = index * 8 + this + ((far & (NEAR - 1)) << POSITION_BITS)
+        bit, value = _lowest(escaped, values + first, STEP * G.LANES)  # under way while this one is stored
+        far = (tops >> (this & 56).to(tl.uint64)).to(tl.int32) - (found.to(tl.int32) >> G.MANTISSA_BITS)
+        far = (far & EXPONENTS) - (1 << G.CODE_BITS)
+        record = index * 8 + this + ((far & (NEAR - 1)) << G.POSITION_BITS)
         tl.store(records + at, record.to(tl.uint16), mask=live)
-        tl.store(extensions + at, (far >> (16 - POSITION_BITS)).to(tl.uint8), mask=live)
+        tl.store(extensions + at, (far >> (16 - G.POSITION_BITS)).to(tl.uint8), mask=live)
         furthest = tl.maximum(furthest, tl.where(live, far, 0))
         at += live.to(tl.int32)
     return tl.sum(sums) + tl.where(tl.max(furthest) >= NEAR, 0x8000, 0)

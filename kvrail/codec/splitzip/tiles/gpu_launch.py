@@ -18,7 +18,7 @@ from kvrail.codec.core.gpu import alignment_of
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
 from kvrail.codec.splitzip.tiles.gpu_geometry import geometries_of
 from kvrail.codec.splitzip.tiles.gpu_pack_kernel import pack_kernel
-from kvrail.codec.splitzip.tiles.payload import Layout, travels_raw
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, travels_raw
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 Plans = tuple[TensorPlan, TensorPlan]
@@ -115,6 +115,15 @@ def tiles_of(plan: TensorPlan) -> int:
     return plan.tiles if plan.fits and not travels_raw(plan, 0, 0) else 0
 
 
+def parts_of(plans: Plans, totals: torch.Tensor) -> tuple[Part, Part]:
+    """What became of keys and values; totals: of EncodeBuffers, in host memory."""
+    parts = []
+    for plan, (records, extensions) in zip(plans, totals.tolist(), strict=True):
+        raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
+        parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
+    return parts[0], parts[1]
+
+
 def make_table(pages: PagedBlock, tops: Tops) -> torch.Tensor:
     """Page ids, then the keys' and the values' tops (0 for None), int64 [pages + 2 * layers], on the pool's device.
 
@@ -134,7 +143,7 @@ def gather_scales(pools: list[torch.Tensor], table: torch.Tensor, scales: torch.
 
 def place_whole(payload: torch.Tensor, layout: Layout, pools: list[torch.Tensor], index: torch.Tensor) -> None:
     """Copy what a payload brings as it is into the pages `index`: scales, and keys or values that travel raw."""
-    starts = [(dense, part.plan.raw_bytes) for dense, part in zip(layout.dense_offsets, layout.parts, strict=True)]
+    starts = [(dense, part.plan.raw_bytes) for dense, part in zip(layout.offsets, layout.parts, strict=True)]
     half = layout.scale_bytes // 2
     starts += [(layout.scale_offset, half), (layout.scale_offset + half, half)]
     for number, (pool, (start, size)) in enumerate(zip(pools, starts, strict=False)):
@@ -157,11 +166,12 @@ def launch_tiles(
     tensors: Sequence[tuple[torch.Tensor, ...]],
     *,
     kept_bits: tuple[int, int] = (0, 0),
+    **constants: bool,
 ) -> None:
     """Launch a kernel of one program a tile.
 
     tensors: what it takes of keys and of values beside the pools. It gets the number of layers where it names that.
-    kept_bits: as of geometries_of.
+    kept_bits: as of geometries_of. constants: the kernel's own.
     """
     keys, values = pools[:2]
     plan, other = plans if tiles[0] else plans[::-1]  # of a tensor without tiles nothing is looked at
@@ -174,7 +184,7 @@ def launch_tiles(
         keys, values, keys.stride(0), values.stride(0), keys.stride(1), values.stride(1),
         table, len(pages.page_ids), *([len(pages.layers)] if "num_layers" in kernel.arg_names else []), *tiles,
         *(tensor for pair in zip(*tensors, strict=True) for tensor in pair), *geometries,
-        num_warps=TUNING.warps_for(words, words_a_thread),
+        **constants, num_warps=TUNING.warps_for(words, words_a_thread),
     )  # fmt: skip
 
 
@@ -184,7 +194,7 @@ def launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: Encode
     programs = [max(1, -(-each // run)) for each, run in zip(tiles, runs, strict=True)]
     tensors = []
     for plan, each, part, slots in zip(plans, tiles, dense, buffers.slots, strict=True):
-        counts, offsets = (_section(part, plan, name) if each else part for name in ("counts", "groups"))
+        counts, offsets = (plan.sections[name].of(part) if each else part for name in ("counts", "groups"))
         packed = slots.packed_records, slots.packed_extensions
         tensors.append(
             (counts.view(torch.uint16), offsets.view(torch.uint32), slots.records, slots.extensions, *packed)
@@ -199,8 +209,3 @@ def launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: Encode
         TUNING.pack_tiles, TUNING.pack_records,
         num_warps=TUNING.pack_warps,
     )  # fmt: skip
-
-
-def _section(dense: torch.Tensor, plan: TensorPlan, name: str) -> torch.Tensor:
-    where = plan.sections[name]
-    return dense[where.offset : where.end]

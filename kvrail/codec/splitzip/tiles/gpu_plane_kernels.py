@@ -6,15 +6,7 @@
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import aligned, packed, pointer_to, replicated, spread
-
-
-@triton.jit
-def _store(pointer, value, mask, PADDED: tl.constexpr):
-    if PADDED:
-        tl.store(pointer, value, mask=mask)
-    else:
-        tl.store(pointer, value)
+from kvrail.codec.core.gpu_word_kernels import aligned, load, packed, pointer_to, replicated, spread, store
 
 
 @triton.jit
@@ -64,7 +56,7 @@ def _store_plane(
     if BITS == 1:
         words = _folded(words, 1, SHIFT & 1)
     for part in tl.static_range(BITS):
-        _store(start + part * (VALUES // LANES) + index, packed(words[part], LANES), inside, PADDED)
+        store(start + part * (VALUES // LANES) + index, packed(words[part], LANES), inside, PADDED)
     return plane + aligned(tiles.to(tl.int64) * (BITS * VALUES))
 
 
@@ -109,8 +101,7 @@ def _load_plane(
     start = pointer_to(plane + tile.to(tl.int64) * (BITS * VALUES), LANES) + index
     data = ()
     for part in tl.static_range(BITS):
-        where = start + part * (VALUES // LANES)
-        data += (tl.load(where, mask=inside, other=0) if PADDED else tl.load(where),)
+        data += (load(start + part * (VALUES // LANES), inside, PADDED),)
     return data, plane + aligned(tiles.to(tl.int64) * (BITS * VALUES))
 
 

@@ -2,23 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError, EncodingStats
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, pad, parsed_header
+from kvrail.codec.core.sections import PairLayout, PayloadPart, aligned, parsed_header
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
-from kvrail.codec.splitzip.tiles.plan import TILES_PER_GROUP, TensorPlan, variable_bytes
+from kvrail.codec.splitzip.tiles.plan import TILES_PER_GROUP, TensorPlan
 
 WIDE = 0x8000
 """Bit of a tile's count that says that its records have extensions."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(PayloadPart):
     """Where one tensor lies in a payload.
 
     raw: it travels as it is; then it has no records.
@@ -30,63 +29,23 @@ class Part:
     extensions: int
 
     @property
-    def dense_bytes(self) -> int:
-        """Bytes of the dense part, padding included."""
-        return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
+    def pieces(self) -> tuple[int, int]:
+        """Records, then extensions."""
+        return 2 * self.records, self.extensions
 
     @property
-    def escape_bytes(self) -> int:
-        """Bytes of records and extensions, padding included."""
-        return variable_bytes(self.records, self.extensions)
+    def counts(self) -> tuple[int, int]:
+        """Records and extensions."""
+        return self.records, self.extensions
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The layout of one payload: offsets of everything in it.
-
-    scale_bytes: of keys' and values' scales together, 0 without.
-    """
-
-    keys: Part
-    values: Part
-    scale_bytes: int
-
-    @property
-    def parts(self) -> tuple[Part, Part]:
-        """Keys and values."""
-        return self.keys, self.values
-
-    @cached_property
-    def dense_offsets(self) -> tuple[int, int]:
-        """Offsets of the dense parts of keys and values."""
-        return HEADER_BYTES, HEADER_BYTES + self.keys.dense_bytes
-
-    @cached_property
-    def scale_offset(self) -> int:
-        """Offset of the scales."""
-        return self.dense_offsets[1] + self.values.dense_bytes
-
-    @cached_property
-    def escape_offsets(self) -> tuple[int, int]:
-        """Offsets of the records of keys and values; extensions follow, aligned."""
-        first = self.scale_offset + aligned(self.scale_bytes)
-        return first, first + self.keys.escape_bytes
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self.escape_offsets[1] + self.values.escape_bytes
-
-    def header(self) -> bytes:
-        """The first HEADER_BYTES bytes. Counts: records and extensions of keys, then of values."""
-        keys, values = self.keys, self.values
-        counts = (keys.records, keys.extensions, values.records, values.extensions)
-        return packed_header((keys.raw, values.raw), counts)
+Layout = PairLayout[Part]
+"""With the scales of both tensors between what is fixed and what is variable."""
 
 
 def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
     """Whether a tensor with these escapes travels as it is, because its coded form would be no smaller."""
-    return plan.coded_bytes + variable_bytes(records, extensions) >= plan.raw_bytes
+    return plan.fixed_bytes + aligned(2 * records) + aligned(extensions) >= plan.raw_bytes
 
 
 def stats_of(parts: Sequence[Part]) -> EncodingStats:
@@ -112,16 +71,15 @@ def parse_header(payload: Bytes, spec: BlockSpec, plans: tuple[TensorPlan, Tenso
     """The layout that the header of a payload gives; raises CodecError where no encoder would write it."""
     raw, counts = parsed_header(payload)
     keys, values = _checked_part(plans[0], raw[0], *counts[:2]), _checked_part(plans[1], raw[1], *counts[2:])
-    return Layout(keys, values, scale_bytes_of(spec))
+    return Layout((keys, values), scale_bytes_of(spec))
 
 
 def _check_body(payload: Bytes, layout: Layout) -> None:
     """Check what comes after a header against it."""
-    if payload.size != layout.size:
-        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
-    for part, start, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+    layout.check_size(payload)
+    for part, start, escapes in zip(layout.parts, layout.offsets, layout.streams, strict=True):
         if not part.raw:
-            dense = payload[start : start + part.dense_bytes]
+            dense = payload[start : start + part.fixed_bytes]
             _check_groups(dense, part)
             check_records(dense, payload[escapes : escapes + 2 * part.records].view("<u2"), part.plan)
 
@@ -143,7 +101,7 @@ def _check_groups(dense: Bytes, part: Part) -> None:
     records, extensions = tile_escapes(dense, part.plan)
     if records.size and int(records.max()) > SEGMENTS * part.plan.segment_values:
         raise CodecError(f"a tile has {records.max()} escapes of {SEGMENTS * part.plan.segment_values} values")
-    groups = section(dense, part.plan, "groups").view("<u4").reshape(-1, 2)
+    groups = part.plan.sections["groups"].of(dense).view("<u4").reshape(-1, 2)
     expected = (("records", records, part.records), ("extensions", extensions, part.extensions))
     for column, (name, each, total) in enumerate(expected):
         if int(each.sum()) != total:
@@ -176,14 +134,14 @@ def check_records(dense: Bytes, records: npt.NDArray[np.uint16], plan: TensorPla
 
 def write_groups(dense: Bytes, plan: TensorPlan) -> None:
     """Write the group offsets that follow from the counts of a dense part."""
-    groups = section(dense, plan, "groups").view("<u4").reshape(-1, 2)
+    groups = plan.sections["groups"].of(dense).view("<u4").reshape(-1, 2)
     for column, each in enumerate(tile_escapes(dense, plan)):
         groups[:, column] = offsets_of_groups(each)
 
 
 def tile_escapes(dense: Bytes, plan: TensorPlan) -> tuple[Ints, Ints]:
     """Records and extensions of each tile by the counts of a dense part, int64 [tiles] each."""
-    counts = section(dense, plan, "counts").view("<u2")
+    counts = plan.sections["counts"].of(dense).view("<u2")
     records = (counts & (WIDE - 1)).astype(np.int64)
     return records, np.where(counts & WIDE, records, 0)
 
@@ -193,15 +151,3 @@ def offsets_of_groups(sizes: Ints) -> Ints:
     ends = np.cumsum(sizes)
     first = np.arange(0, sizes.size, TILES_PER_GROUP)
     return np.where(first > 0, ends[first - 1], 0)
-
-
-def pad_sections(plan: TensorPlan, dense: Bytes) -> None:
-    """Write the zeros between the sections of a plan."""
-    for each in plan.sections.values():
-        pad(dense, each.end)
-
-
-def section(dense: Bytes, plan: TensorPlan, name: str) -> Bytes:
-    """A view of one section of a dense part."""
-    where = plan.sections[name]
-    return dense[where.offset : where.end]

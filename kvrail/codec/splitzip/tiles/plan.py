@@ -1,46 +1,18 @@
 """Where everything of one tensor lies: its tiles, and the sections of its part of a payload. README.md draws it."""
 
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from kvrail.codec.base import BlockSpec
-from kvrail.codec.core.floats import FloatFormat
-from kvrail.codec.core.sections import Section, aligned, ceil_div, sections_of
-from kvrail.codec.splitzip.tiles.format import FORMATS, SEGMENTS, WindowCode, planes_of
+from kvrail.codec.core.plans import MatrixPlan, matrices
+from kvrail.codec.core.sections import Section, bytes_of, ceil_div, sections_of
+from kvrail.codec.splitzip.tiles.format import SEGMENTS, WindowCode, planes_of
 
 TILES_PER_GROUP = 64
 """Tiles whose records' first offset is written down once."""
 
 
-@dataclass(frozen=True)
-class TensorPlan:
-    """Tiles and sections of the keys or the values of a block.
-
-    One page of one layer is a matrix [rows, columns] of elements, contiguous: rows are tokens, columns are channels of
-    all heads. Pages are counted layer by layer: page number = layer * num_pages + page.
-    """
-
-    format: FloatFormat
-    code: WindowCode
-    num_layers: int
-    num_pages: int
-    rows: int
-    columns: int
-
-    @cached_property
-    def page_values(self) -> int:
-        """Elements of a page."""
-        return self.rows * self.columns
-
-    @cached_property
-    def values(self) -> int:
-        """Elements in all."""
-        return self.num_layers * self.num_pages * self.page_values
-
-    @cached_property
-    def raw_bytes(self) -> int:
-        """Bytes of the tensor as it is."""
-        return self.values * self.format.item_bytes
+class TensorPlan(MatrixPlan[WindowCode]):
+    """Tiles and sections of the keys or the values of a block."""
 
     @cached_property
     def segment_rows(self) -> int:
@@ -73,7 +45,7 @@ class TensorPlan:
     @cached_property
     def tiles(self) -> int:
         """Tiles in all; number = page number * tiles_per_page + tile in the page."""
-        return self.num_layers * self.num_pages * self.tiles_per_page
+        return self.pages * self.tiles_per_page
 
     @cached_property
     def groups(self) -> int:
@@ -112,12 +84,7 @@ class TensorPlan:
     @cached_property
     def fixed_bytes(self) -> int:
         """Bytes of all sections whose size does not depend on the data, with their padding."""
-        return sum(aligned(section.size) for section in self.sections.values())
-
-    @property
-    def coded_bytes(self) -> int:
-        """Bytes of all that is coded but for the escapes, in all payloads of a block together."""
-        return self.fixed_bytes
+        return bytes_of(self.sections)
 
     def plane_sizes(self, planes: dict[str, tuple[int, ...]]) -> dict[str, int]:
         """Bytes of each plane, by the name of its field and its number; planes: their widths in bits."""
@@ -128,13 +95,4 @@ class TensorPlan:
 @lru_cache(maxsize=256)
 def plans_of(spec: BlockSpec, code: WindowCode) -> tuple[TensorPlan, TensorPlan]:
     """Plans of keys and values."""
-    shape = (FORMATS[spec.dtype], code, spec.num_layers, spec.num_pages, spec.page_size)
-    return (
-        TensorPlan(*shape, spec.num_kv_heads * spec.key_dim),
-        TensorPlan(*shape, spec.num_kv_heads * spec.value_dim),
-    )
-
-
-def variable_bytes(records: int, extensions: int) -> int:
-    """Bytes of the sections that hold this many records and extensions, with their padding."""
-    return aligned(2 * records) + aligned(extensions)
+    return matrices(TensorPlan, spec, code)
