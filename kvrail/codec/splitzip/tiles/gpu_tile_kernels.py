@@ -46,10 +46,11 @@ def sections_after(codes, tiles, SEGMENT: tl.constexpr, G: tl.constexpr):
 @triton.jit
 def page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G: tl.constexpr):
     """Layer of a tile, and a pointer to the first byte of its page. Strides are bytes; ALIGNMENT divides them."""
+    ALIGNMENT: tl.constexpr = G.ALIGNMENT  # Triton 3.6 takes no number here
     page = tile // G.PER_PAGE
     layer = page // num_pages
     offset = layer.to(tl.int64) * layer_stride + tl.load(pages + page % num_pages) * page_stride
-    return layer, pool + tl.multiple_of(offset, G.ALIGNMENT)
+    return layer, pool + tl.multiple_of(offset, ALIGNMENT)
 
 
 @triton.jit
