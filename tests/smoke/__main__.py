@@ -49,7 +49,8 @@ async def run_all(cases: list[Case], args: argparse.Namespace, ended: Callable[[
 def report(outcomes: list[Outcome], seconds: float, commit: str, kept: Sequence[Outcome] = ()) -> dict[str, object]:
     """What is written. kept: of an earlier run of the same code."""
     again = f", {len(outcomes)} of them run again" if kept else ""
-    outcomes = [*kept, *outcomes]
+    order = [case.name for case in CASES]
+    outcomes = sorted([*kept, *outcomes], key=lambda outcome: order.index(outcome.case))
     green = [outcome.case for outcome in outcomes if not outcome.faults]
     requests = sum(outcome.requests for outcome in outcomes)
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
