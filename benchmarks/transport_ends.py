@@ -21,6 +21,7 @@ import torch
 from kvrail.transport.base import Peer, Transport
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.tcp import TcpTransport
+from kvrail.transport.tcp.messages import MOST_CONNECTIONS
 
 HOST = "127.0.0.1"
 UNDER_WAY = 2
@@ -116,12 +117,14 @@ def transport_road(name: str, start: Callable[[int], Awaitable[Transport]]) -> R
 
 async def start_tcp(pool_bytes: int) -> Transport:
     """The transport of the transport tcp."""
-    return await TcpTransport.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host=HOST)
+    pool = RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8))
+    return await TcpTransport.start(pool, host=HOST, connections=MOST_CONNECTIONS)
 
 
 async def start_sealed_tcp(pool_bytes: int) -> Transport:
     """The same, encrypted."""
-    return await TcpTransport.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host=HOST, sealed=True)
+    pool = RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8))
+    return await TcpTransport.start(pool, host=HOST, connections=MOST_CONNECTIONS, sealed=True)
 
 
 class BareSocketSender:

@@ -8,11 +8,15 @@ from kvrail.engine.engine import Engine
 from kvrail.engine.watch import broken
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.runtime import loops
+from kvrail.runtime.limits import allow_files
 from kvrail.security.tls import Tls
 from kvrail.worker.process import Worker
 from kvrail.worker.starting import BrokenError
 
 logger = logging.getLogger("kvrail.worker")
+
+FILES = 8192
+"""Open files that a worker may need: a transfer by TCP has up to four connections."""
 
 
 async def _broken(engine: Engine, step_timeout_s: float) -> BrokenError:
@@ -25,6 +29,7 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls
     add: puts the worker's services on the server. tls: its certificate. Raises where the engine has given up or hangs.
     """
     settings = worker.settings
+    allow_files(FILES)
     loops.keep_what_is_here()
     rpc = await build_server(tls=tls)
     add(rpc)

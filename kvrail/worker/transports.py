@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from kvrail.config.origins import flag_name
 from kvrail.config.settings import DecodeSettings, PrefillSettings, WorkerSettings
 from kvrail.errors import ConfigError, IncompatibleError
+from kvrail.runtime.limits import usable_cores
 from kvrail.transport import registry
 from kvrail.transport.base import Transport
 from kvrail.transport.regions import host_pool
@@ -96,7 +96,7 @@ def _options(settings: WorkerSettings, device: torch.device) -> TransportOptions
         ends |= {"host": settings.host, "port": settings.data_port}
     if isinstance(settings, DecodeSettings):
         ends["pool"] = host_pool(settings.transfer_memory_mib << 20, pinned=on_cuda)
-    polls = on_cuda and _cores() >= POLLING_CORES
+    polls = on_cuda and usable_cores() >= POLLING_CORES
     return TransportOptions(
         device,
         encrypt=bool(settings.tls_cert),
@@ -117,8 +117,3 @@ def _refusal(info: TransportInfo, settings: WorkerSettings) -> str:
         f"--transport {info.name} sends KV unencrypted beside --tls-cert; use --transport tcp, or say --ucx-in-clear"
         " where the network between prefill and decode workers is trusted"
     )
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,9 @@
-"""An OTLP collector in this process, with the official service definition."""
+"""An OTLP collector with the official service definition: in a test's process, or as a program that prints spans."""
 
+import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -23,11 +25,11 @@ class Told:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    def __init__(self):
+    def __init__(self, address="127.0.0.1:0"):
         self.spans = []
         self._server = grpc.server(ThreadPoolExecutor(2))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self.port = self._server.add_insecure_port(address)
         self._server.start()
 
     @property
@@ -38,11 +40,18 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         for resource in request.resource_spans:
             service = values(resource.resource.attributes)["service.name"]
             for scope in resource.scope_spans:
-                self.spans += [told(service, span) for span in scope.spans]
+                for span in scope.spans:
+                    self.keep(told(service, span))
         return trace_service_pb2.ExportTraceServiceResponse()
+
+    def keep(self, span):
+        self.spans.append(span)
 
     def stop(self):
         self._server.stop(0)
+
+    def wait(self):
+        self._server.wait_for_termination()
 
 
 def values(attributes):
@@ -68,3 +77,15 @@ def told(service, span):
         values(span.attributes),
         span.status.code == 2,
     )
+
+
+class Printer(Collector):
+    """Prints each span as a line of JSON."""
+
+    def keep(self, span):
+        sys.stdout.write(f"{json.dumps(asdict(span))}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    Printer(sys.argv[1]).wait()

@@ -21,6 +21,7 @@ from kvrail.config.settings import (
     WorkerSettings,
 )
 from kvrail.errors import ConfigError
+from kvrail.runtime.limits import usable_cores
 from kvrail.telemetry.tracing import check_tracing
 from kvrail.values.kv_cache import EXACT_FORMS
 
@@ -205,7 +206,7 @@ def _worker_process(
         "metrics_port": worker.metrics_port,
         "device": worker.device,
     }
-    threads = threads_each(workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    threads = threads_each(workers, usable_cores())
     chosen = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return Process(
         f"{worker.role}-{worker.index}",

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import socket
 import time
@@ -17,6 +16,7 @@ from kvrail.config.settings import RouterSettings
 from kvrail.errors import ConfigError
 from kvrail.rpc.http_side import SideServer, listen, side_config
 from kvrail.runtime import logs, loops
+from kvrail.runtime.limits import allow_files
 from kvrail.security.tls import DoorCertificate, Tls
 from kvrail.services.router.answer.service import RouterService
 from kvrail.services.router.http.app import build_admin, build_app
@@ -160,14 +160,6 @@ class RouterServer(uvicorn.Server):
 def most_connections(settings: RouterSettings) -> int:
     """Connections of clients at once; more are answered 503."""
     return CONNECTIONS_PER_REQUEST * settings.max_concurrent_requests
-
-
-def allow_files(count: int) -> None:
-    """Raise this process's limit of open files to `count`, as far as the hard limit permits."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run(settings: RouterSettings) -> int:

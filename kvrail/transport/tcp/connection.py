@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
 from kvrail.runtime.waiting import settled
@@ -33,7 +33,7 @@ class Connection:
         return not self._unfinished
 
     def run(self, job: Job) -> asyncio.Future[None]:
-        """Run a job after those before it. To stop waiting for it is not to stop it: `shutdown` does that."""
+        """Run a job after those before it. To stop waiting for it is not to stop it: `stopped` does that."""
         future: asyncio.Future[None] = self._loop.create_future()
         if self._closing:
             future.set_exception(ConnectionAbortedError("the connection was closed"))
@@ -43,15 +43,10 @@ class Connection:
         self._jobs.put((job, future))
         return future
 
-    async def wait(self, future: asyncio.Future[None]) -> None:
-        """Wait for a job. Cancelled, it ends the connection, and returns once the job has stopped."""
-        try:
-            await future
-        except asyncio.CancelledError:
-            self.stream.shutdown()
-            # The future is cancelled, the job is not. One behind it, or the thread's end, says that it has stopped.
-            await settled(self._ended if self._closing else self.run(_nothing))
-            raise
+    def stopped(self) -> asyncio.Future[None]:
+        """Done once every job has stopped, also those whose futures were cancelled. Ends the connection."""
+        self.stream.shutdown()
+        return self._ended if self._closing else self.run(_nothing)
 
     async def aclose(self) -> None:
         """End the connection; when this returns or raises, the thread has ended. A second call waits as well."""
@@ -89,6 +84,11 @@ class Connection:
             self._loop.call_soon_threadsafe(_settle, future, error)
         except RuntimeError:
             return  # the loop has been closed; no task waits
+
+
+async def stopped(connections: Iterable[Connection]) -> None:
+    """End connections; when this returns or raises, their jobs have stopped."""
+    await settled(*[connection.stopped() for connection in connections])
 
 
 def _nothing(stream: Stream) -> None:

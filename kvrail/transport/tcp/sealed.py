@@ -11,7 +11,7 @@ import math
 import secrets
 from dataclasses import dataclass
 
-from kvrail.transport.tcp.messages import KEY, NAME_BYTES, SALT_BYTES
+from kvrail.transport.tcp.messages import FIRST, KEY, NAME_BYTES, SALT_BYTES, Place
 from kvrail.transport.tcp.stream import Stream
 
 SEGMENT_BYTES = 8 << 20
@@ -37,9 +37,9 @@ class Keys:
         return cls(made[:_KEY_BYTES], made[_KEY_BYTES:])
 
 
-def name_of(secret: bytes, key: int) -> bytes:
-    """Names the attempt that a connection belongs to; reveals neither the secret nor the key."""
-    return hmac.digest(secret, b"name" + KEY.pack(key), "sha256")[:NAME_BYTES]
+def name_of(secret: bytes, key: int, place: Place = FIRST) -> bytes:
+    """Names the attempt that a connection belongs to, and its place; reveals neither the secret nor the key."""
+    return hmac.digest(secret, b"name" + KEY.pack(key) + place.pack(), "sha256")[:NAME_BYTES]
 
 
 def new_salt() -> bytes:

@@ -7,6 +7,7 @@ import logging
 import secrets
 import socket
 from collections import Counter
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvrail.transport.tcp.messages import (
     HELLO_BYTES,
     SECRET_BYTES,
     Address,
+    Place,
     hello,
     read_hello,
     read_sealed_hello,
@@ -29,7 +31,10 @@ from kvrail.transport.tcp.stream import Stream, Wrap, plain
 
 log = logging.getLogger(__name__)
 
-MAX_UNPROVEN = 128
+_Found = tuple[TcpSender, Keys | None, Place]
+"""Whom a hello names, the keys that follow from it, and which of the attempt's connections it is."""
+
+MAX_UNPROVEN = 512
 """Connections that have not proved themselves yet. Beyond it, the host that has most of them loses its oldest one."""
 
 
@@ -50,11 +55,14 @@ class Timeouts:
 class TcpTransport:
     """Payloads in host memory over plain TCP connections. Belongs to one event loop.
 
-    Each attempt has one connection and one thread; a worker bounds its attempts, and thereby both.
+    Each connection has one thread; a worker bounds its attempts, and thereby both.
     """
 
-    def __init__(self, pool: RegionPool | None, timeouts: Timeouts, wrap: Wrap, *, sealed: bool) -> None:
+    def __init__(
+        self, pool: RegionPool | None, timeouts: Timeouts, wrap: Wrap, connections: int, *, sealed: bool
+    ) -> None:
         self._pool, self._timeouts, self._wrap, self._sealed = pool, timeouts, wrap, sealed
+        self._connections = connections
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._address = b""
         self._listener: socket.socket | None = None
@@ -73,15 +81,17 @@ class TcpTransport:
         port: int = 0,
         timeouts: Timeouts | None = None,
         wrap: Wrap = plain,
+        connections: int = 1,
         sealed: bool = False,
     ) -> "TcpTransport":
         """Start a worker's end.
 
         It receives into `pool`, uint8 in host memory, if it has one. It sends if it has a `host` to listen on, at
-        `port` or any free one; peers reach it there by the host of the gRPC port. sealed: payloads are encrypted, and
-        both ends must want it so. Raises ConfigError where it cannot listen.
+        `port` or any free one; peers reach it there by the host of the gRPC port. connections: most that it opens for
+        an attempt. sealed: payloads are encrypted, and both ends must want it so. Raises ConfigError where it cannot
+        listen.
         """
-        transport = cls(pool, timeouts or Timeouts(), wrap, sealed=sealed)
+        transport = cls(pool, timeouts or Timeouts(), wrap, connections, sealed=sealed)
         if host:
             transport._listener = await _listen(host, port)
             transport._address = Address(transport._listener.getsockname()[1], transport._secret).pack()
@@ -130,22 +140,12 @@ class TcpTransport:
         if self._pool is None:
             raise ConfigError("this end has no memory to receive into; give the transport a pool")
         address = Address.of(peer)
-        sock: socket.socket | None = None
-        try:
-            async with asyncio.timeout(self._timeouts.connect_s):
-                sock = await _connect(address.host, address.port)
-                stream = await self._wrap(sock, address.host)
-                stream = self._greeted_by(stream, address.secret, key)
-            return TcpReceiver(Connection(stream), self._pool)
-        except BaseException as error:
-            if sock is not None:
-                sock.close()
-            if not isinstance(error, OSError):  # which TimeoutError is
-                raise
-            raise WorkerUnavailableError(
-                f"no data connection to {address.host}:{address.port}: {reason_of(error)}; is the prefill"
-                " worker's data port reachable from here?"
-            ) from error
+
+        def open_there(place: Place) -> Awaitable[Connection]:
+            return self._open(address, key, place)
+
+        first = await open_there(Place(0, self._connections))
+        return TcpReceiver(first, self._pool, self._connections, open_there)
 
     async def aclose(self) -> None:
         """Close the listener and every connection; lets receivers read what senders left, for a bounded time."""
@@ -160,13 +160,32 @@ class TcpTransport:
             await sender.aclose()
         await asyncio.gather(*self._lingering, return_exceptions=True)
 
-    def _greeted_by(self, stream: Stream, secret: bytes, key: int) -> Stream:
+    async def _open(self, address: Address, key: int, place: Place) -> Connection:
+        """A connection of attempt `key`. Raises WorkerUnavailableError where there is no way to the address."""
+        sock: socket.socket | None = None
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                sock = await _connect(address.host, address.port)
+                stream = await self._wrap(sock, address.host)
+                stream = self._greeted_by(stream, address.secret, key, place)
+            return Connection(stream)
+        except BaseException as error:
+            if sock is not None:
+                sock.close()
+            if not isinstance(error, OSError):  # which TimeoutError is
+                raise
+            raise WorkerUnavailableError(
+                f"no data connection to {address.host}:{address.port}: {reason_of(error)}; is the prefill"
+                " worker's data port reachable from here?"
+            ) from error
+
+    def _greeted_by(self, stream: Stream, secret: bytes, key: int, place: Place) -> Stream:
         """Say which attempt a new connection belongs to; returns what goes on with it."""
         if not self._sealed:
-            stream.post(hello(secret, key))
+            stream.post(hello(secret, key, place))
             return stream
         salt = new_salt()
-        stream.post(sealed_hello(name_of(secret, key), salt))
+        stream.post(sealed_hello(name_of(secret, key, place), salt, place))
         return SealedStream(stream, Keys.derive(secret, key, salt), receiver=True)
 
     def _forget(self, key: int, sender: TcpSender) -> None:
@@ -222,33 +241,33 @@ class TcpTransport:
             async with asyncio.timeout(self._timeouts.hello_s):
                 said = await _first_bytes(sock, HELLO_BYTES)
                 found = self._sealed_hello(said) if self._sealed else self._plain_hello(said)
-                if found is None or found[0].connected:
+                if found is None or not found[0].takes(found[2]):
                     return False
                 stream = await self._wrap(sock, None)
         except OSError as error:
             log.debug("a data connection was closed before its hello: %s", reason_of(error))
             return False
-        sender, keys = found
-        if sender.connected:  # by another one meanwhile
+        sender, keys, place = found
+        if not sender.takes(place):  # another one came meanwhile
             return False
-        sender.connect(Connection(stream if keys is None else SealedStream(stream, keys, receiver=False)))
+        sender.connect(place, Connection(stream if keys is None else SealedStream(stream, keys, receiver=False)))
         return True
 
-    def _plain_hello(self, said: bytes) -> tuple[TcpSender, Keys | None] | None:
+    def _plain_hello(self, said: bytes) -> _Found | None:
         """The sender that waits for a peer with this hello."""
         read = read_hello(said)
         if read is None or not hmac.compare_digest(read[0], self._secret) or read[1] not in self._senders:
             return None
-        return self._senders[read[1]], None
+        return self._senders[read[1]], None, read[2]
 
-    def _sealed_hello(self, said: bytes) -> tuple[TcpSender, Keys | None] | None:
+    def _sealed_hello(self, said: bytes) -> _Found | None:
         """The sender that is named, and the keys by which what follows on its connection is encrypted."""
         if (read := read_sealed_hello(said)) is None:
             return None
-        name, salt = read
+        name, salt, place = read
         for key, sender in self._senders.items():
-            if hmac.compare_digest(name_of(self._secret, key), name):
-                return sender, Keys.derive(self._secret, key, salt)
+            if hmac.compare_digest(name_of(self._secret, key, place), name):
+                return sender, Keys.derive(self._secret, key, salt), place
         return None
 
 

@@ -9,6 +9,7 @@ import torch
 from kvrail.transport.base import Payload, Region, Transport
 from kvrail.transport.regions import RegionPool, host_pool
 from kvrail.transport.tcp import TcpTransport
+from kvrail.transport.tcp.messages import MOST_CONNECTIONS
 from kvrail.transport.ucx import UcxTransport, available
 from tests.inproc.transport import InprocTransport
 from tests.transport.ucx.starting import CMA, start_cma, start_tcp
@@ -72,9 +73,8 @@ async def start_plain(pool_bytes):
 
 
 async def start_sealed(pool_bytes):
-    return await TcpTransport.start(
-        RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host="127.0.0.1", sealed=True
-    )
+    pool = RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8))
+    return await TcpTransport.start(pool, host="127.0.0.1", connections=MOST_CONNECTIONS, sealed=True)
 
 
 async def start_device(pool_bytes):

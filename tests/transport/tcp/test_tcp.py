@@ -15,8 +15,16 @@ from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.tcp import TcpTransport, Timeouts, ends
 from kvrail.transport.tcp import transport as transport_module
-from kvrail.transport.tcp.connection import Connection
-from kvrail.transport.tcp.messages import HELLO_BYTES, SIZE, Address, hello, read_hello, sealed_hello
+from kvrail.transport.tcp.connection import Connection, stopped
+from kvrail.transport.tcp.messages import (
+    FIRST,
+    HELLO_BYTES,
+    SIZE,
+    Address,
+    hello,
+    read_hello,
+    sealed_hello,
+)
 from kvrail.transport.tcp.sealed import name_of
 from kvrail.transport.tcp.stream import Stream
 
@@ -223,7 +231,8 @@ async def test_a_job_that_is_cancelled_has_stopped():
         leave.wait(20)
         left.set()
 
-    waiting = asyncio.create_task(connection.wait(connection.run(job)))
+    connection.run(job).cancel()
+    waiting = asyncio.create_task(stopped([connection]))
     for _ in range(3):  # once and again
         await asyncio.sleep(0.01)
         waiting.cancel()
@@ -250,7 +259,7 @@ async def test_a_sender_that_waits_for_room_hears_of_the_close():
         receiver.receive(memoryview(bytearray(256 << 20)))
     receiver.close()
     with pytest.raises(ConnectionError):  # not TimeoutError
-        await sending.wait(job)
+        await job
     await sending.aclose()
 
 
@@ -267,7 +276,7 @@ class FakeSender:
         sock, _ = self._listener.accept()
         with sock:
             said = sock.recv(HELLO_BYTES + SIZE.size, socket.MSG_WAITALL)
-            assert read_hello(said[:HELLO_BYTES]) == (bytes(32), 5)
+            assert read_hello(said[:HELLO_BYTES]) == (bytes(32), 5, FIRST)
             for part in answer:
                 sock.sendall(part)
             while sock.recv(100):
@@ -419,7 +428,7 @@ async def test_addresses():
     packed = Address(4711, secret).pack()
     assert len(packed) <= MAX_ADDRESS_BYTES
     assert Address.of(Peer(packed, "called")) == Address(4711, secret, "called")
-    for bad in (b"", b"\1", packed[:10], b"\2" + packed[1:], packed + bytes(5000), Address(0, secret).pack()):
+    for bad in (b"", b"\1", packed[:10], b"\1" + packed[1:], packed + bytes(5000), Address(0, secret).pack()):
         with pytest.raises(WorkerUnavailableError, match="data port"):
             Address.of(Peer(bad, "host"))
     with pytest.raises(WorkerUnavailableError, match="host ''"):

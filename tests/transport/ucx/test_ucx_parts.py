@@ -247,7 +247,7 @@ async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, device, co
         spins.append(options["settings"].spin)
 
     monkeypatch.setattr(UcxTransport, "start", start)
-    monkeypatch.setattr(transports, "_cores", lambda: cores)
+    monkeypatch.setattr(transports, "usable_cores", lambda: cores)
     settings = PrefillSettings(transport="ucx")
     await TRANSPORT.start(replace(transports._options(settings, torch.device(device)), pool=host_pool(4096)))
     assert spins == [polls]
