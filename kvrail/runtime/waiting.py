@@ -1,8 +1,9 @@
 """Waiting that a cancellation does not shorten: for memory and pages that are still read or written elsewhere."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -31,3 +32,13 @@ async def in_thread(executor: Executor, function: Callable[..., T], *arguments: 
     work = asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
     await settled(work)
     return work.result()
+
+
+@asynccontextmanager
+async def together() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises the first of its tasks' errors as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None

@@ -37,6 +37,7 @@ class FrameGuard:
         self._covered = bytearray(self._rows * spec.num_pages)  # at stage 0, layer by layer, head by head
         self._next_stage: dict[Bounds, int] = {}
         self._missing = [self._rows * spec.num_pages] * transfer.num_stages  # (layer, head, page), by stage
+        self._to_admit = self.missing()
         self._recent_page = min(
             max(transfer.first_recent_page, transfer.first_page), transfer.first_page + spec.num_pages
         )
@@ -64,6 +65,11 @@ class FrameGuard:
             self._cover(header)
         self._next_stage[header.bounds] = header.stage + 1
         self._next_sequence += 1
+        self._to_admit -= spec.num_layers * spec.num_kv_heads * spec.num_pages
+
+    def all_admitted(self) -> bool:
+        """Whether no frame is to come any more."""
+        return self._to_admit == 0
 
     def landed(self, header: FrameHeader) -> None:
         """An admitted frame is in the pages."""

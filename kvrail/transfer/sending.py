@@ -11,9 +11,9 @@ pages first, since drafts that are made meanwhile look at these most.
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -22,7 +22,7 @@ import torch
 from kvrail.codec.base import Codec
 from kvrail.codec.core.digest import Digest, digest_of
 from kvrail.codec.frame import FrameHeader, pack_head
-from kvrail.runtime.waiting import in_thread, settled
+from kvrail.runtime.waiting import in_thread, settled, together
 from kvrail.transfer.observer import SendingObserver
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.pool_pages import PoolPages
@@ -143,7 +143,7 @@ class PageSender:
     async def _send_pieces(self) -> None:
         """Send every piece, several at a time: while the queue's slots are taken, as many ask for the next turns."""
         closed = False
-        async with _together() as sending:
+        async with together() as sending:
             while not closed:
                 await self._asking.acquire()  # what comes meanwhile is joined
                 self._asking.release()
@@ -160,7 +160,7 @@ class PageSender:
     async def _send_piece(self, piece: Piece) -> None:
         """Encode and send the first stage of a piece, or all stages of recent pages."""
         try:
-            async with self._queue.turn(self._order), _together() as sending:
+            async with self._queue.turn(self._order), together() as sending:
                 async with self._encoding:
                     stages = await in_thread(self._executor, self._encode, piece)
                     now = len(stages) if piece.first_page >= self._recent_page else 1
@@ -174,7 +174,7 @@ class PageSender:
 
     async def _send_later(self) -> None:
         """Send the later stages that were held back: of each stage the last pages first, layer by layer."""
-        async with _together() as sending:
+        async with together() as sending:
             while await self._held.get():
                 await self._leaving.acquire()
                 sending.create_task(self._send_held())
@@ -252,13 +252,3 @@ class PageSender:
             _StagePayload(replace(header, stage=stage), payload, digest)
             for stage, (payload, digest) in enumerate(zip(payloads, digests, strict=True))
         ]
-
-
-@asynccontextmanager
-async def _together() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises the first of its tasks' errors as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None

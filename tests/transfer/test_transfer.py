@@ -1,16 +1,20 @@
 """Whole transfers between two pieces of memory: no engine, no metrics, no call."""
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
+from kvrail.codec.base import CodecError
 from kvrail.codec.core.digest import digest_of
 from kvrail.codec.frame import pack_head, unpack_head
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transfer import sending
+from kvrail.transfer.receiving import AT_ONCE
 from kvrail.transfer.sending import Outgoing
 from kvrail.transfer.sizes import block_spec, first_recent_page
 from tests.inproc.transport import InprocTransport
@@ -72,6 +76,72 @@ async def test_what_the_transport_raises_ends_it_and_nothing_is_kept(name, after
         task.get_name().startswith("Task") and not task.done()
         for task in asyncio.all_tasks() - {asyncio.current_task()}
     )
+
+
+class Watched:
+    """A codec; how many of its decodings run at once, what each does first, and how many have ended."""
+
+    def __init__(self, codec, first=lambda number: None):
+        self._codec, self._first = codec, first
+        self.running = self.most = self.ended = self._begun = 0
+
+    def __getattr__(self, name):
+        return getattr(self._codec, name)
+
+    def decode(self, stage, payloads, out):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self._begun += 1
+        try:
+            self._first(self._begun)
+            self._codec.decode(stage, payloads, out)
+        finally:
+            self.running -= 1
+            self.ended += 1
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("name", CODECS)
+async def test_frames_of_one_stage_through_host_memory_are_decoded_side_by_side(name, on_device):
+    both = Transfers(name, cached_pages=PAGES)
+    both.executor = ThreadPoolExecutor(8)
+    wanted = AT_ONCE if both.codec.num_stages == 1 and not on_device else 1
+    met = threading.Event()
+
+    def meet(number):
+        if watched.running >= wanted:
+            met.set()
+        met.wait(20)
+        time.sleep(0.002)
+
+    watched = both.codec = Watched(both.codec, meet)
+    if on_device:
+        both.transport = AsOnDevice()
+        announce = both.announced.put_nowait
+        both.announced.put_nowait = lambda each: announce(each and replace(each, on_device=True))
+    await both.run()
+    assert watched.most == wanted
+    assert all(map(torch.equal, both.source.whole(), both.sink.whole()))
+    assert both.observer.raw_landed == block_spec(LAYOUT, PAGES).raw_bytes
+
+
+async def test_where_one_frame_is_wrong_no_other_is_written_any_more():
+    both = Transfers("raw", cached_pages=PAGES)
+    both.executor = ThreadPoolExecutor(8)
+
+    def fail(number):
+        if number == 2:
+            raise CodecError("this one is wrong")
+        time.sleep(0.1)
+
+    watched = both.codec = Watched(both.codec, fail)
+    with pytest.raises(FrameError, match="this one is wrong"):
+        await both.run()
+    assert watched.running == 0
+    ended, writes = watched.ended, both.sink.writes
+    await asyncio.sleep(0.2)
+    assert (watched.ended, both.sink.writes) == (ended, writes)
+    assert ended <= AT_ONCE + 1
 
 
 class AsOnDevice(InprocTransport):

@@ -15,6 +15,7 @@ from kvrail.engine.batch.batch import SampledToken
 from kvrail.engine.kv.leases import PageLease
 from kvrail.errors import IncompatibleError, KvrailError
 from kvrail.rpc.prefill.client import GrpcPrefillClient
+from kvrail.runtime.limits import usable_cores
 from kvrail.runtime.logs import exemplar
 from kvrail.runtime.tuning import compute_with
 from kvrail.services.decode.choice import LinkSample
@@ -43,7 +44,7 @@ from kvrail.worker.transports import Transports
 
 logger = logging.getLogger("kvrail.decode")
 
-DECODER_THREADS = 4
+DECODER_THREADS = min(8, max(4, usable_cores() // 2))
 
 
 @dataclass(slots=True)

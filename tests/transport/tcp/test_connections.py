@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import threading
 import time
 
 import pytest
@@ -23,7 +24,7 @@ from kvrail.transport.tcp.messages import (
     sealed_hello,
 )
 from kvrail.transport.tcp.sealed import name_of
-from kvrail.transport.tcp.stream import Stream
+from kvrail.transport.tcp.stream import Stream, plain
 
 HOST = "127.0.0.1"
 HASTY = Timeouts(connect_s=5, hello_s=5, come_s=1, linger_s=0.3)
@@ -102,6 +103,7 @@ async def test_further_ones_are_opened_once_a_payload_needs_them(ends):
 async def test_where_one_is_cut_both_ends_hear_of_it(ends, number, end):
     """In the middle of a payload whose parts are more than the kernel keeps for whoever does not read."""
     sender, _ = ends
+    Slow.may.clear()
     pool = RegionPool(torch.zeros(HUGE, dtype=torch.uint8))
     slow = await TcpTransport.start(pool, connections=MOST_CONNECTIONS, wrap=slowly, sealed=ends[1]._sealed)
     payload_sender, payload_receiver = await attempt(sender, slow)
@@ -112,6 +114,7 @@ async def test_where_one_is_cut_both_ends_hear_of_it(ends, number, end):
             await asyncio.sleep(0.01)
         connections = payload_sender._connected() if end == "sender" else payload_receiver._connections
         connections[number].stream.shutdown()
+        Slow.may.set()
         for task in (sending, receiving):
             with pytest.raises(TransferAbortedError, match="is gone"):
                 await task
@@ -125,11 +128,13 @@ async def slowly(sock, host):
 
 
 class Slow(Stream):
-    """Takes its time before each part."""
+    """Takes no part of a payload before it may."""
+
+    may = threading.Event()
 
     def receive(self, *parts, begun=False, **limits):
         if parts[0].nbytes > LEAST_PART_BYTES:
-            time.sleep(0.3)
+            self.may.wait(20)
         super().receive(*parts, begun=begun, **limits)
 
 
@@ -149,16 +154,75 @@ async def test_a_close_in_the_middle_leaves_nothing(ends, end):
         await asyncio.gather(payload_receiver.aclose(), payload_sender.aclose())
 
 
-async def test_a_cancelled_receive_has_left_its_memory(ends):
-    payload_sender, payload_receiver = await attempt(*ends)
-    receiving = asyncio.create_task(payload_receiver.receive(LARGE, on_device=False))
-    await asyncio.sleep(0.1)
-    assert ends[1].pool.free_bytes < POOL_BYTES
-    receiving.cancel()
-    with pytest.raises(asyncio.CancelledError):
+class Leaving(Stream):
+    """Is in a payload's memory for a while after it was told to leave."""
+
+    inside = 0
+
+    def _in(self, function, parts, limits):
+        Leaving.inside += 1
+        try:
+            function(*parts, **limits)
+        finally:
+            time.sleep(0.2)
+            Leaving.inside -= 1
+
+    def send(self, *parts):
+        self._in(super().send, parts, {})
+
+    def receive(self, *parts, **limits):
+        self._in(super().receive, parts, limits)
+
+
+async def leaving(sock, host):
+    return Leaving(sock)
+
+
+async def all_inside():
+    async with asyncio.timeout(20):
+        while Leaving.inside < MOST_CONNECTIONS:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "cut"])
+async def test_who_gives_up_has_left_the_memory(how):
+    """At the end of `send` and of `receive` no thread is in the payload, on whichever connection."""
+    Slow.may.clear()
+    pool = RegionPool(torch.zeros(HUGE, dtype=torch.uint8))
+    sender = await TcpTransport.start(host=HOST, timeouts=HASTY, wrap=leaving)
+    receiver = await TcpTransport.start(pool, connections=MOST_CONNECTIONS, wrap=slowly)
+    payload_sender, payload_receiver = await attempt(sender, receiver)
+    sending = asyncio.create_task(payload_sender.send(memoryview(bytes(HUGE))))
+    receiving = asyncio.create_task(payload_receiver.receive(HUGE, on_device=False))
+    await all_inside()
+    if how == "cancelled":
+        sending.cancel()
+    else:
+        payload_sender._connected()[2].stream.shutdown()
+    with pytest.raises((asyncio.CancelledError, TransferAbortedError)):
+        await sending
+    assert Leaving.inside == 0
+    Slow.may.set()
+    with pytest.raises(TransferAbortedError):
         await receiving
-    assert ends[1].pool.free_bytes == POOL_BYTES
+    assert pool.free_bytes == HUGE
     await asyncio.gather(payload_receiver.aclose(), payload_sender.aclose())
+
+    receiver._wrap, sender._wrap = leaving, plain
+    payload_sender, payload_receiver = await attempt(sender, receiver)
+    receiving = asyncio.create_task(payload_receiver.receive(HUGE, on_device=False))
+    await all_inside()  # each waits for its part
+    if how == "cancelled":
+        receiving.cancel()
+    else:
+        payload_receiver._connections[2].stream.shutdown()
+    with pytest.raises((asyncio.CancelledError, TransferAbortedError)):
+        await receiving
+    assert Leaving.inside == 0
+    assert pool.free_bytes == HUGE
+    await asyncio.gather(payload_receiver.aclose(), payload_sender.aclose())
+    await receiver.aclose()
+    await sender.aclose()
 
 
 async def test_a_size_that_was_not_announced_is_told_to_both(ends):
