@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 
 from benchmarks.link import once_compiled
 from kvrail.errors import ConfigError
@@ -114,6 +115,25 @@ def test_one_trace_over_the_three_services(cluster, collector):
     assert hops["decode"].attributes["kvrail.kv_bytes"] == told["kv_bytes"] > 0
     sent = [span for span in spans if span.name.startswith("send ")]
     assert sum(span.attributes["kvrail.bytes"] for span in sent) == told["kv_bytes"]
+
+
+def slowest_exemplar(cluster, name):
+    """Labels of the exemplar in the bucket that holds the p99 of a histogram of the router's metrics."""
+    accept = {"Accept": "application/openmetrics-text"}
+    text = httpx.get(f"{cluster.url}/metrics", headers=accept, timeout=60).raise_for_status().text
+    (family,) = (each for each in openmetrics.text_string_to_metric_families(text) if each.name == name)
+    buckets = sorted((float(each.labels["le"]), each) for each in family.samples if each.name.endswith("_bucket"))
+    rank = 0.99 * buckets[-1][1].value
+    return next(each.exemplar.labels for _, each in buckets if each.value >= rank)
+
+
+@pytest.mark.parametrize("name", ["kvrail_time_to_first_token_seconds", "kvrail_request_seconds"])
+def test_the_exemplar_of_a_p99_bucket_leads_to_its_trace(cluster, collector, name):
+    assert ask(cluster, prompt="slowly " + PROMPT, max_tokens=20).status_code == 200
+    trace, deadline = slowest_exemplar(cluster, name)["trace_id"], time.monotonic() + 30
+    while "text_completion tiny" not in {span.name for span in collector.spans if span.trace_id == trace}:
+        assert time.monotonic() < deadline, trace
+        time.sleep(0.05)
 
 
 def test_drafts_and_their_verification_are_told(cluster, collector):
