@@ -27,6 +27,7 @@ def main() -> None:
     told = "".join(f"drawn {each}\n" for each in drawn)
     (ignored,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigIgn"))
     sys.stdout.write(f"OWN={os.environ['OWN']}\n{ignored}\n{told}.\n")
+    sys.stdout.flush()
     while True:
         signal.pause()
 
