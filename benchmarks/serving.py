@@ -140,7 +140,7 @@ def loads(args: argparse.Namespace, vocab: int) -> Iterator[Load]:
     elif args.rate:
         chosen = [load_of(args, rate=rate(each), requests=args.requests or 240) for each in args.rate.split(",")]
     else:
-        chosen = [_closed(args, *each.partition("x")) for each in args.streams.split(",")]
+        chosen = [_closed(args, each) for each in args.streams.split(",")]
     kinds = args.sampling.split(",")
     for number, load in enumerate(chosen):
         for place, kind in enumerate(kinds):
@@ -148,9 +148,11 @@ def loads(args: argparse.Namespace, vocab: int) -> Iterator[Load]:
             yield replace(load, vocab=vocab, greedy=kind == "greedy", **own)
 
 
-def _closed(args: argparse.Namespace, streams: str, by: str, length: str) -> Load:
-    """A closed loop: 8, or 8x8000 for prompts of another length than --prompt-tokens."""
-    own = {"prompt": tokens(length)} if by else {}
+def _closed(args: argparse.Namespace, row: str) -> Load:
+    """A closed loop: 8, or 8x8000 or 8x8000/64 for prompts and outputs of other lengths than the flags'."""
+    streams, by, lengths = row.partition("x")
+    texts = lengths.split("/", 1) if by else []
+    own = {name: tokens(text) for name, text in zip(("prompt", "output"), texts, strict=False)}
     return load_of(args, streams=count(streams), requests=count(streams) * args.rounds, **own)
 
 
@@ -189,7 +191,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="kvrail-demo")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--streams", default="1,8,32", help="numbers of streams, with commas; 8x8000: of such prompts")
+    kind.add_argument("--streams", default="1,8,32", help="numbers of streams, with commas; 8x8000/64: their lengths")
     kind.add_argument("--rate", help="requests a second as a Poisson process, with commas")
     kind.add_argument("--loads", choices=("field",), help="five loads as the field makes them, at 3 to 32 a second")
     add_trace(kind, parser)

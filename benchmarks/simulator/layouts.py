@@ -1,9 +1,9 @@
 """Two workers as a pair, as two whole workers and as two of both roles, under loads as a benchmark of GPUs has them.
 
-    python -m benchmarks.simulator.layouts [--speed h200] [--streams 8,16,32,64] [--rounds 10] [--rate 28,36,44]
+    python -m benchmarks.simulator.layouts [--speed h200] [--streams 1,32,64x4000/64] [--rounds 10] [--rate 28,36,44]
 
-Closed streams: 1,024 tokens in and 128 out, one row after the other on the same workers, each with this many rounds; a
-stream asks again when its request has ended. Poisson arrivals: 512 to 1,536 tokens in and 64 to 192 out, for a minute;
+Closed streams: 1,024 tokens in and 128 out, or as a row says, one row after the other on the same workers, each with
+this many rounds; a stream asks again when its request has ended. Poisson arrivals: 512 to 1,536 tokens in and 64 to 192 out, for a minute;
 what keeps 300 ms to the first token and 15 ms a token, of those that came after the first quarter.
 """
 
@@ -43,22 +43,22 @@ class Layout:
         """Let a request arrive then."""
         self.jobs.append(self.simulation.ask(Request(when, prompt, output, key=key), len(self.jobs)))
 
-    def closed(self, rows: Sequence[int], rounds: int) -> list[list[Job]]:
-        """The requests of each row, one after the other; rows: numbers of streams."""
-        begun, left, alive = [0], 0, 0
+    def closed(self, rows: Sequence[tuple[int, int, int]], rounds: int) -> list[list[Job]]:
+        """The requests of each row, one after the other; rows: streams, tokens in and out."""
+        begun, left, alive, lengths = [0], 0, 0, (PROMPT, OUTPUT)
 
         def begin(when: float) -> None:
-            nonlocal left, alive
-            streams = rows[len(begun) - 1]
+            nonlocal left, alive, lengths
+            streams, *lengths = rows[len(begun) - 1]
             left, alive = streams * (rounds - 1), streams
             for stream in range(streams):
-                self.ask(when + 1e-5 * stream, str(stream))
+                self.ask(when + 1e-5 * stream, str(stream), *lengths)
 
         def on_end(job: Job) -> None:
             nonlocal left, alive
             if left:
                 left -= 1
-                self.ask(job.end + 1e-3, f"more {left % 64}")
+                self.ask(job.end + 1e-3, f"more {left % 64}", *lengths)
                 return
             alive -= 1
             if not alive:
@@ -88,6 +88,13 @@ class Layout:
         return len(jobs) / (end - begin), 1e3 * ttft, 1e3 * tpot, crossed[0] if crossed else 0.0
 
 
+def row_of(text: str) -> tuple[int, int, int]:
+    """Streams, tokens in and out: 64, 8x8000 or 64x256/512."""
+    streams, _, lengths = text.partition("x")
+    prompt, _, output = lengths.partition("/")
+    return int(streams), int(prompt or PROMPT), int(output or OUTPUT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speed", choices=SPEEDS, default="h200")
@@ -97,16 +104,16 @@ def main() -> None:
     parser.add_argument("--prefill-wait-s", type=float, default=PREFILL_WAIT_S, help="as the router's")
     arguments = parser.parse_args()
     made = {name: (SPEEDS[arguments.speed], arguments.prefill_wait_s) for name in LAYOUTS}
-    streams = [int(count) for count in arguments.streams.split(",")]
+    streams = [row_of(text) for text in arguments.streams.split(",")]
     print("requests/s; TTFT, TPOT medians in ms; share that crossed")
     heads = "\n| {} | " + " | ".join(LAYOUTS) + " |\n" + "|---" * 4 + "|"
     print(heads.format("closed streams"))
     rows = {
         name: (layout := Layout(name, *how), layout.closed(streams, arguments.rounds)) for name, how in made.items()
     }
-    for number, count in enumerate(streams):
+    for number, text in enumerate(arguments.streams.split(",")):
         found = (layout.figures(jobs[number]) for layout, jobs in rows.values())
-        print(f"| {count} |", " | ".join("{:.1f}; {:.0f}, {:.1f}; {:.2f}".format(*each) for each in found), "|")
+        print(f"| {text} |", " | ".join("{:.1f}; {:.0f}, {:.1f}; {:.2f}".format(*each) for each in found), "|")
     print(heads.format("requests/s, at random"))
     for rate in map(float, arguments.rate.split(",")):
         cells = []

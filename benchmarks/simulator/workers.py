@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.cost import StepCostModel
 from kvrail.services.router.fleet.demand import TokenRate
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import WorkerPages
+from kvrail.services.router.fleet.ways import Slo
 from kvrail.wire.v1 import common_pb2
 
 
@@ -274,6 +276,13 @@ class SimBoth(SimWorker):
     _decoding: list[tuple[int, int, list[int], Callable[[], object]]] = field(default_factory=list)
     _steps: int = 0
     _stepping: bool = False
+    _budget: StepBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._budget = StepBudget(
+            self.step_tokens, self.max_running, 0, mixed_batch_tokens=self.speed.mixed_tokens, gap_s=Slo().gap_s
+        )
 
     def candidate(self, *, computes: bool) -> Candidate:
         """As the router sees it; it computes prompts, whatever else it does."""
@@ -304,7 +313,9 @@ class SimBoth(SimWorker):
         if self._stepping or not (self._prompts or self._decoding):
             return
         self._stepping, speed, decoding = True, self.speed, len(self._decoding)
-        tokens = min(speed.mixed_tokens if decoding else self.step_tokens, self._prompts[0][2] if self._prompts else 0)
+        waiting = sum(missing for _, _, missing, _ in self._prompts)
+        most = self._budget.chunk_tokens(decoding, beside=decoding > 0, cost=self._cost, waiting=waiting)
+        tokens = min(most, self._prompts[0][2] if self._prompts else 0)
         step_s = speed.step_s + speed.each_s * decoding if decoding else 0.0
         prompt_s = tokens * speed.prefill_s * (speed.mixed if decoding else 1.0)
         self.busy_s += prompt_s

@@ -113,6 +113,8 @@ def test_an_output_that_changes_is_refused(monkeypatch, server):
     ("argv", "message"),
     [
         (["--streams", "2,x"], "'' is not accepted"),
+        (["--streams", "2,2x8/"], "'' is not accepted"),
+        (["--streams", "2x8/9/1"], "'9/1' is not accepted"),
         (["--rate", "a"], "'a'"),
         (["--speed", "2"], "--speed needs --trace"),
     ],

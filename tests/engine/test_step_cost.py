@@ -25,10 +25,26 @@ def test_a_line_through_steps():
     cost = StepCostModel()
     cost.note(0, 4, 0.02)
     cost.note(100, 4, 0.5)
-    assert (cost.decode.each, cost.prefill.each, cost.full_prefill) == (0.005, 0.005, 0.0)
+    assert (cost.decode.at(4), cost.prefill.each, cost.full_prefill) == (pytest.approx(0.02), 0.005, 0.0)
     cost.note(300, 4, 0.5)
     cost.note(500, 4, 1.1)
-    assert abs(cost.full_prefill - (1.6 - 2 * 0.02) / 800) < 1e-9  # four sequences decoded beside
+    beside = cost.decode.base / 2 + 4 * cost.decode.each
+    assert abs(cost.full_prefill - (1.6 - 2 * beside) / 800) < 1e-9  # four sequences decoded beside
+
+
+def test_one_sequence_does_not_say_that_many_take_many_times_as_long():
+    """After single requests a crowd comes: chunks of prompts beside it are not as small as they may be, for ever."""
+    cost, limited = StepCostModel(), StepBudget(2048, 256, 64, mixed_batch_tokens=512, gap_s=0.03)
+    for _ in range(500):
+        cost.note(0, 1, 5e-3)
+    assert cost.decode.at(1) == pytest.approx(5e-3) and cost.decode.at(16) < 8e-3
+    for each in (1, 2) * 200:
+        cost.note(0, each, 5e-3 + 1e-3 * (each - 1))  # noise, which says 1 ms a sequence
+    assert cost.decode.at(32) > 0.03
+    for _ in range(100):  # and no step decodes alone
+        tokens = limited.chunk_tokens(31, beside=True, cost=cost)
+        cost.note(tokens, 31, 6e-3 + 1.5e-5 * tokens)
+    assert cost.decode.at(31) < 0.014 and limited.chunk_tokens(31, beside=True, cost=cost) == 481
 
 
 def measured(chunk_s: float, steps: int = 200) -> StepCostModel:
@@ -70,8 +86,22 @@ def test_chunks_keep_the_gap_limit(chunk_s, others, tokens):
     assert limited.chunk_tokens(others, beside=False, cost=cost) == 2048 - others
     assert limited.chunk_tokens(others, beside=True, cost=StepCostModel()) == max(512 - others, 128)
     assert free.chunk_tokens(others, beside=True, cost=cost) == max(512 - others, 128)
-    helping = limited.chunk_tokens(others, beside=True, helping=True, cost=cost)
+    helping = limited.chunk_tokens(others, beside=True, helping=True, cost=cost, waiting=9999)
     assert helping <= max(256 - others, 64)
+
+
+def test_chunks_grow_to_the_gap_limit_where_prompts_wait():
+    """More tokens than a step takes: then what is allowed beside others no longer bounds a chunk, the limit does."""
+    cost, limited = measured(2e-5), StepBudget(2048, 1024, 64, mixed_batch_tokens=512, gap_s=0.03)
+    fit = round((0.027 - 8e-3 - 64 * 2e-5) / 2e-5)
+    assert limited.chunk_tokens(64, beside=True, cost=cost, waiting=2048) == 448
+    assert limited.chunk_tokens(64, beside=True, cost=cost, waiting=2049) == pytest.approx(fit, abs=9) and fit > 800
+    assert limited.chunk_tokens(64, beside=True, cost=StepCostModel(), waiting=9999) == 448  # nothing is measured yet
+    quick = measured(1e-6)
+    assert limited.chunk_tokens(64, beside=True, cost=quick, waiting=9999) == 2048 - 64
+    assert limited.chunk_tokens(900, beside=True, cost=measured(5e-5), waiting=9999) == 64
+    free = StepBudget(2048, 1024, 64, mixed_batch_tokens=512)
+    assert free.chunk_tokens(64, beside=True, cost=cost, waiting=9999) == 448
 
 
 @pytest.mark.parametrize(("gap_s", "chunk"), [(0.0, 38), (0.01, 12)])

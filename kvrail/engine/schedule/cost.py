@@ -9,6 +9,9 @@ FULL_TOKENS = 128
 """Prompt tokens from which a step's time depends on its tokens, rather than on what any step takes."""
 MIN_SPREAD = 0.15
 """Standard deviation of the sizes, as a share of their mean, below which they say nothing of the slope."""
+EVEN_SEQUENCES = 32
+"""Sequences that double the time of a step that decodes, until sizes have differed. What one sequence takes is mostly
+what any step takes, the weights: 124 double it with Qwen3-8B's shape on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,14 @@ class LineFit:
     """Least squares over steps whose weight decays exponentially.
 
     While all steps have about one size, as in a steady load, the base stays that of the sizes before: what any step
-    takes does not change, and a line through zero would say that half the size takes half the time.
+    takes does not change, and a line through zero would say that half the size takes half the time. even: the size
+    that takes twice the base, until sizes have differed; 0: the line goes through zero.
     """
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._x = self._y = self._xx = self._xy = self._base = 0.0
+    def __init__(self, even: int = 0) -> None:
+        self._even, self._count = even, 0
+        self._x = self._y = self._xx = self._xy = 0.0
+        self._base: float | None = None  # until sizes have differed
 
     def note(self, size: int, seconds: float) -> None:
         """A step of `size` tokens or sequences took `seconds`."""
@@ -53,9 +58,11 @@ class LineFit:
         return self._y / self._x if self._count else 0.0
 
     def line(self) -> Line:
-        """The line through the mean; through zero as long as sizes have hardly differed."""
-        base = min(self._base, self._y)
-        return Line(base, (self._y - base) / self._x) if self._count else Line()
+        """The line through the mean."""
+        if not self._count:
+            return Line()
+        base = self._y * self._even / (self._even + self._x) if self._base is None else min(self._base, self._y)
+        return Line(base, (self._y - base) / self._x)
 
 
 class StepCostModel:
@@ -65,18 +72,21 @@ class StepCostModel:
     """
 
     def __init__(self) -> None:
-        self._prefill, self._decode, self._full, self._beside = LineFit(), LineFit(), LineFit(), LineFit()
+        self._prefill, self._full, self._beside = LineFit(), LineFit(), LineFit()
+        self._decode = LineFit(EVEN_SEQUENCES)
 
     def note(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
         """A step computed `prompt_tokens` and decoded `sequences` in `seconds`."""
         if prompt_tokens:
+            if sequences and self.decode.at(sequences) > seconds:  # decoding alone takes no longer, though no step may show it
+                self._decode.note(sequences, seconds)
+            decode = self.decode
             self._prefill.note(prompt_tokens, seconds)
             if prompt_tokens >= FULL_TOKENS:
                 # The weights are read once for both: half of the time that any step takes.
-                decode = self.decode
                 beside = decode.base / 2 + decode.each * sequences if sequences else 0.0
                 self._full.note(prompt_tokens, max(0.0, seconds - beside))
-            if sequences and (decoding := self.decode.at(sequences)):
+            if sequences and (decoding := decode.at(sequences)):
                 self._beside.note(prompt_tokens, max(0.0, seconds - decoding))
         elif sequences:
             self._decode.note(sequences, seconds)

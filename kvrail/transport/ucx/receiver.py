@@ -31,10 +31,11 @@ class Pools:
 
 @dataclass(slots=True, eq=False)
 class _Landing:
-    """A receive that has been posted: where it goes, and what UCX has under way there."""
+    """A receive that has been posted: where it goes, and what UCX has under way there. landed_s: when it was there."""
 
     number: int
     region: PooledRegion
+    landed_s: float = 0.0
     size: bytearray = field(default_factory=lambda: bytearray(8))
     operations: dict[Kind, Operation] = field(default_factory=dict)
     giving: asyncio.Task[None] | None = None  # back to the pool
@@ -75,8 +76,8 @@ class UcxReceiver:
             self._post(landing, size)
             posted = perf_counter()
             await self._land(landing, size)
-            begin, self._landed = max(posted, self._landed), perf_counter()
-            landing.region.crossing_s = self._landed - begin
+            begin, self._landed = max(posted, self._landed), landing.landed_s
+            landing.region.crossing_s = max(0.0, self._landed - begin)
             if size < ACKNOWLEDGED_BELOW:
                 self._attempt.send(bytes(8), Kind.ACK, number)
         except BaseException:
@@ -133,7 +134,12 @@ class UcxReceiver:
     def _post(self, landing: _Landing, size: int) -> None:
         landing.operations[Kind.SIZE] = self._attempt.receive(landing.size, Kind.SIZE, landing.number)
         if size:
-            landing.operations[Kind.BODY] = self._attempt.receive(landing.region.payload, Kind.BODY, landing.number)
+            body = self._attempt.receive(landing.region.payload, Kind.BODY, landing.number)
+            body.add_done_callback(lambda _: self._note(landing))
+            landing.operations[Kind.BODY] = body
+
+    def _note(self, landing: _Landing) -> None:
+        landing.landed_s = self._attempt.worker.completed_s
 
     async def _land(self, landing: _Landing, size: int) -> None:
         """Wait for a payload. Raises where it does not come as announced."""

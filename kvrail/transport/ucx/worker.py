@@ -7,6 +7,7 @@ enqueue: the driving thread calls UCX.
 import asyncio
 import logging
 import threading
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class UcxWorker:
     def __init__(self, settings: UcxSettings, device: torch.device | None) -> None:
         self._library: Library = load()
         self._loop = asyncio.get_running_loop()
+        self.completed_s = 0.0  # when operations that end now were complete, however late the event loop hears of it
         self._operations: dict[Operation, tuple[Any, Any]] = {}
         self._begun = 0
         api = self._library.api
@@ -154,10 +156,14 @@ class UcxWorker:
                 return
             if state == states.Ready:
                 try:
-                    self._loop.call_soon_threadsafe(self._worker.run_request_notifier)
+                    self._loop.call_soon_threadsafe(self._complete, perf_counter())
                 except RuntimeError:  # the loop was closed before the transport
                     logger.warning("the event loop of transport ucx ended before its transport was closed")
                     return
+
+    def _complete(self, completed_s: float) -> None:
+        self.completed_s = completed_s
+        self._worker.run_request_notifier()
 
     def _stop(self) -> None:
         self._worker.stop_request_notifier_thread()
