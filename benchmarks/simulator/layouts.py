@@ -3,8 +3,8 @@
     python -m benchmarks.simulator.layouts [--speed h200] [--streams 1,32,64x4000/64] [--rounds 10] [--rate 28,36,44]
 
 Closed streams: 1,024 tokens in and 128 out, or as a row says, one row after the other on the same workers, each with
-this many rounds; a stream asks again when its request has ended. Poisson arrivals: 512 to 1,536 tokens in and 64 to 192 out, for a minute;
-what keeps 300 ms to the first token and 15 ms a token, of those that came after the first quarter.
+this many rounds; a stream asks again when its request has ended. Poisson arrivals: 512 to 1,536 tokens in and 64 to 192
+out, for a minute; what keeps 300 ms to the first token and 15 ms a token, of those that came after the first quarter.
 """
 
 import argparse

@@ -313,8 +313,7 @@ class SimBoth(SimWorker):
         if self._stepping or not (self._prompts or self._decoding):
             return
         self._stepping, speed, decoding = True, self.speed, len(self._decoding)
-        waiting = sum(missing for _, _, missing, _ in self._prompts)
-        most = self._budget.chunk_tokens(decoding, beside=decoding > 0, cost=self._cost, waiting=waiting)
+        most = self._budget.chunk_tokens(decoding, beside=decoding > 0, cost=self._cost)
         tokens = min(most, self._prompts[0][2] if self._prompts else 0)
         step_s = speed.step_s + speed.each_s * decoding if decoding else 0.0
         prompt_s = tokens * speed.prefill_s * (speed.mixed if decoding else 1.0)

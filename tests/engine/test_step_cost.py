@@ -86,22 +86,8 @@ def test_chunks_keep_the_gap_limit(chunk_s, others, tokens):
     assert limited.chunk_tokens(others, beside=False, cost=cost) == 2048 - others
     assert limited.chunk_tokens(others, beside=True, cost=StepCostModel()) == max(512 - others, 128)
     assert free.chunk_tokens(others, beside=True, cost=cost) == max(512 - others, 128)
-    helping = limited.chunk_tokens(others, beside=True, helping=True, cost=cost, waiting=9999)
+    helping = limited.chunk_tokens(others, beside=True, helping=True, cost=cost)
     assert helping <= max(256 - others, 64)
-
-
-def test_chunks_grow_to_the_gap_limit_where_prompts_wait():
-    """More tokens than a step takes: then what is allowed beside others no longer bounds a chunk, the limit does."""
-    cost, limited = measured(2e-5), StepBudget(2048, 1024, 64, mixed_batch_tokens=512, gap_s=0.03)
-    fit = round((0.027 - 8e-3 - 64 * 2e-5) / 2e-5)
-    assert limited.chunk_tokens(64, beside=True, cost=cost, waiting=2048) == 448
-    assert limited.chunk_tokens(64, beside=True, cost=cost, waiting=2049) == pytest.approx(fit, abs=9) and fit > 800
-    assert limited.chunk_tokens(64, beside=True, cost=StepCostModel(), waiting=9999) == 448  # nothing is measured yet
-    quick = measured(1e-6)
-    assert limited.chunk_tokens(64, beside=True, cost=quick, waiting=9999) == 2048 - 64
-    assert limited.chunk_tokens(900, beside=True, cost=measured(5e-5), waiting=9999) == 64
-    free = StepBudget(2048, 1024, 64, mixed_batch_tokens=512)
-    assert free.chunk_tokens(64, beside=True, cost=cost, waiting=9999) == 448
 
 
 @pytest.mark.parametrize(("gap_s", "chunk"), [(0.0, 38), (0.01, 12)])

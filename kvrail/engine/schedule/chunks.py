@@ -1,6 +1,5 @@
 """How many tokens of prompts a step computes, and how the prompts share them."""
 
-import math
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -34,19 +33,12 @@ class StepBudget:
     gap_s: float = 0.0
 
     def chunk_tokens(
-        self,
-        others: int,
-        *,
-        beside: bool,
-        helping: bool = False,
-        cost: StepCostModel | None = None,
-        waiting: int = 0,
+        self, others: int, *, beside: bool, helping: bool = False, cost: StepCostModel | None = None
     ) -> int:
         """Most prompt tokens in a step that computes `others` beside them; never 0 while the step has room.
 
         beside: whether a sequence waits for the end of this step, or will before it ends. helping: whether prefill
-        workers compute most prompts. cost: of steps so far. waiting: tokens of prompts to compute; where they are more
-        than any step takes, and nobody else computes them, chunks grow to what keeps the gap limit.
+        workers compute most prompts. cost: of steps so far.
         """
         room, most = self.max_batch_tokens - others, self.mixed_batch_tokens
         if helping and others >= BUSY_DECODES:
@@ -55,10 +47,7 @@ class StepBudget:
             return room
         tokens = max(most - others, -(-most // 4))
         if self.gap_s and cost is not None:
-            within = cost.tokens_within(USED_GAP * self.gap_s, others)
-            if waiting > self.max_batch_tokens and not helping and math.isfinite(within):
-                tokens = room
-            tokens = round(min(tokens, max(-(-most // 8), within)))
+            tokens = round(min(tokens, max(-(-most // 8), cost.tokens_within(USED_GAP * self.gap_s, others))))
         return min(room, tokens)
 
 

@@ -78,7 +78,8 @@ class StepCostModel:
     def note(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
         """A step computed `prompt_tokens` and decoded `sequences` in `seconds`."""
         if prompt_tokens:
-            if sequences and self.decode.at(sequences) > seconds:  # decoding alone takes no longer, though no step may show it
+            if sequences and self.decode.at(sequences) > seconds:
+                # Decoding alone takes no longer, and no step may decode alone as long as prompts come.
                 self._decode.note(sequences, seconds)
             decode = self.decode
             self._prefill.note(prompt_tokens, seconds)

@@ -126,7 +126,7 @@ class Scheduler:
                 work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
                 budget -= 1
         prompts = [(s, s.computed) for s in self._running if not s.is_decoding() and not s.drafts]
-        return work + self._chunks(prompts, self.budget.max_batch_tokens - budget)
+        return work + self._chunks(prompts, self._chunk_tokens(self.budget.max_batch_tokens - budget))
 
     def schedule_ahead(
         self, current: Iterable[Work], rows: Mapping[Sequence, int], ending: Container[Sequence]
@@ -160,7 +160,7 @@ class Scheduler:
         work.sort(key=lambda item: item.source is None)
         decoding = {item.sequence for item in work}
         prompts = [(s, after.get(s, s.computed)) for s in alive if s not in decoding]
-        return work + self._chunks(prompts, len(work))
+        return work + self._chunks(prompts, self._chunk_tokens(len(work)))
 
     def computed(self, work: Iterable[Work]) -> None:
         """A step's KV is in the pages; full pages enter the prefix cache.
@@ -275,12 +275,14 @@ class Scheduler:
         # A later one may have preempted an earlier one.
         return [Work(s, s.computed, 1) for s in chosen if s.status is Status.RUNNING]
 
-    def _chunks(self, prompts: list[tuple[Sequence, int]], others: int) -> list[Work]:
-        """Chunks of prompts in a step that computes `others` tokens beside them; see chunks.share."""
+    def _chunk_tokens(self, others: int) -> int:
+        """Tokens of prompts in a step that computes `others` beside them."""
         helping = any(sequence.remote for sequence in (*self._receiving, *self._running))
         beside = bool(others or self._receiving)
-        waiting = sum(len(sequence.token_ids) - start for sequence, start in prompts)
-        tokens = self.budget.chunk_tokens(others, beside=beside, helping=helping, cost=self.cost, waiting=waiting)
+        return self.budget.chunk_tokens(others, beside=beside, helping=helping, cost=self.cost)
+
+    def _chunks(self, prompts: list[tuple[Sequence, int]], tokens: int) -> list[Work]:
+        """Chunks of prompts; see chunks.share."""
         ends = [self._tables.end(*prompt) for prompt in prompts]
         counts = share(prompts, ends, tokens, self.budget.prompt_rows)
         return [Work(*prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
