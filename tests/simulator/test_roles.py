@@ -60,7 +60,7 @@ def test_what_keeps_the_limits():
 
 def test_closed_streams_are_served_as_by_the_better_layout():
     """Also where a load is so steady that all steps have one size, and say nothing of a sequence's cost."""
-    rows, served = (16, 32), {}
+    rows, served = [(16, 1024, 128), (32, 1024, 128)], {}
     for name in LAYOUTS:
         layout = Layout(name, SPEEDS["h200"])
         served[name] = [layout.figures(jobs) for jobs in layout.closed(rows, 8)]

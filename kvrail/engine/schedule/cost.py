@@ -9,6 +9,8 @@ FULL_TOKENS = 128
 """Prompt tokens from which a step's time depends on its tokens, rather than on what any step takes."""
 MIN_SPREAD = 0.15
 """Standard deviation of the sizes, as a share of their mean, below which they say nothing of the slope."""
+WRONG = 1.5
+"""If decoding alone was to take this much longer than a step with prompts too took, the line is wrong."""
 EVEN_SEQUENCES = 32
 """Sequences that double the time of a step that decodes, until sizes have differed. What one sequence takes is mostly
 what any step takes, the weights: 124 double it with Qwen3-8B's shape on an H200."""
@@ -78,7 +80,7 @@ class StepCostModel:
     def note(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
         """A step computed `prompt_tokens` and decoded `sequences` in `seconds`."""
         if prompt_tokens:
-            if sequences and self.decode.at(sequences) > seconds:
+            if sequences and self.decode.at(sequences) > WRONG * seconds:
                 # Decoding alone takes no longer, and no step may decode alone as long as prompts come.
                 self._decode.note(sequences, seconds)
             decode = self.decode
