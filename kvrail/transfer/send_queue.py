@@ -5,15 +5,12 @@ import heapq
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvrail.transfer.sizes import FRAME_S, MOST_FRAME_BYTES
-
 SLOTS = 3
 """Frames that are encoded and handed to the transport at once: one leaves while the next are made. With two,
 transfers of 4,096 tokens at 10 Gb/s took 4 % longer (docs/decisions/0009-frame-size.md)."""
 
 DIRECT_SLOTS = 8
-"""The same from GPU to GPU, where a frame's way is short and what begins and ends it takes longest. Also the most on a
-fast link, where frames are as large as they may be: what a frame takes of threads is then longer than its crossing."""
+"""The same from GPU to GPU, where a frame's way is short and what begins and ends it takes longest."""
 
 LATER_SLOTS = 2
 """How many of them may be later stages of one request, which are encoded: one leaves while the next is framed."""
@@ -27,12 +24,6 @@ MOST_LENT = 4
 """Most turns, in units of `slots`, that are given in place of stuck ones: each holds a frame in memory."""
 
 _Waiting = list[tuple[int, int, asyncio.Future[None]]]
-
-
-def slots_on(link_bytes_per_s: int) -> int:
-    """As many frames as a link of that rate carries in the time of SLOTS usual ones; 0: it is not known."""
-    in_time = round(SLOTS * FRAME_S * link_bytes_per_s) // MOST_FRAME_BYTES
-    return min(DIRECT_SLOTS, max(SLOTS, in_time))
 
 
 class SendQueue:
@@ -63,14 +54,6 @@ class SendQueue:
         self._count = 0
         self._passed = 0  # first stages of other requests that went while a later one waited
         self._held_bytes = 0
-
-    def widen(self, slots: int) -> None:
-        """Give that many turns at once from now on; fewer than now are not given."""
-        more = max(0, slots - self.slots)
-        self.slots += more
-        self._free += more
-        if more:
-            self._grant_soon()
 
     @property
     def held_bytes(self) -> int:

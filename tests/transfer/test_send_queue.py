@@ -1,8 +1,6 @@
 import asyncio
 
-import pytest
-
-from kvrail.transfer.send_queue import DIRECT_SLOTS, MOST_LENT, PATIENCE, SLOTS, SendQueue, slots_on
+from kvrail.transfer.send_queue import MOST_LENT, PATIENCE, SendQueue
 
 ROOM = 1 << 30
 
@@ -40,35 +38,6 @@ async def test_slots_bound_what_is_under_way_and_come_back():
     await asyncio.gather(*tasks, return_exceptions=True)
     assert most == 2
     await asyncio.wait_for(asyncio.gather(send(1), send(2)), 1)  # cancelled ones kept no slot
-
-
-async def test_a_queue_that_is_widened_gives_more_turns_at_once():
-    queue, now, most = SendQueue(ROOM), 0, 0
-
-    async def send(order):
-        nonlocal now, most
-        async with queue.turn(order):
-            now += 1
-            most = max(most, now)
-            await asyncio.sleep(0.001)
-            now -= 1
-            if order == 6:
-                queue.widen(5)
-
-    await asyncio.gather(*(send(order) for order in range(5)))
-    assert most == SLOTS
-    await asyncio.gather(*(send(order) for order in range(20)))
-    assert most == queue.slots == 5
-    queue.widen(2)
-    await asyncio.gather(*(send(order) for order in range(20)))
-    assert most == queue.slots == 5
-
-
-@pytest.mark.parametrize(
-    ("link", "slots"), [(0, SLOTS), (10**6, SLOTS), (480_000_000, SLOTS), (10**9, 6), (2 * 10**9, DIRECT_SLOTS)]
-)
-def test_a_fast_link_has_more_frames_on_their_way(link, slots):
-    assert slots_on(link) == slots
 
 
 async def test_a_turn_that_came_too_late_is_passed_on():

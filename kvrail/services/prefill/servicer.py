@@ -19,7 +19,7 @@ from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.telemetry.tracing import Tracing
 from kvrail.transfer.route import Route
-from kvrail.transfer.send_queue import DIRECT_SLOTS, SendQueue, slots_on
+from kvrail.transfer.send_queue import DIRECT_SLOTS, SLOTS, SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrail.worker.observing import SentKV
@@ -85,7 +85,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     self._outgoing(request, route),
                     payload_sender,
                     replies.announce,
-                    self._queue(receiver, route.on_device, request.handshake.link_bytes_per_s),
+                    self._queue(receiver, route.on_device),
                     number,
                     self._encoders,
                     SentKV(self._parts.meters, spans),
@@ -109,10 +109,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             on_device=route.on_device,
         )
 
-    def _queue(self, receiver: str, on_device: bool, link_bytes_per_s: int) -> SendQueue:
+    def _queue(self, receiver: str, on_device: bool) -> SendQueue:
         """What transfers to one machine share. Between GPUs they have a way of their own."""
         way = (receiver, on_device)
         if way not in self._queues:
-            self._queues[way] = SendQueue(self._max_waiting_bytes)
-        self._queues[way].widen(DIRECT_SLOTS if on_device else slots_on(link_bytes_per_s))
+            self._queues[way] = SendQueue(self._max_waiting_bytes, slots=DIRECT_SLOTS if on_device else SLOTS)
         return self._queues[way]
