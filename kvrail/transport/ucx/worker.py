@@ -40,7 +40,7 @@ class UcxWorker:
     def __init__(self, settings: UcxSettings, device: torch.device | None) -> None:
         self._library: Library = load()
         self._loop = asyncio.get_running_loop()
-        self.completed_s = 0.0  # when operations that end now were complete, even if the event loop is late
+        self.completed_s = 0.0  # when operations that end now were complete, however late the event loop hears of it
         self._operations: dict[Operation, tuple[Any, Any]] = {}
         self._begun = 0
         api = self._library.api
