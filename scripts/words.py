@@ -19,7 +19,7 @@ PLAIN_ENGLISH = {
     r"\bnobody\b": "say what does not happen: 'no caller reads it', 'unused'",
     r"\bwhoever\b": "name the subject: 'the caller', 'the process that'",
     r"\banew\b": "again; 'reloads', 'restarts'",
-    r"(?<![A-Za-z])([Tt]ells|[Tt]old|[Hh]ears(?! of\b)|[Hh]eard)(?![A-Za-z])": "data is sent, reported, announced, received",
+    r"(?<![A-Za-z])([Tt]ells|[Tt]old|[Hh]ears(?! of\b)|[Hh]eard)(?![A-Za-z])": "data is sent, announced, received",
     r"\b[Ll]ikewise\b": "'also', or say it again",
     r"\bof which\b": "two sentences, or 'whose'",
     r"\b[Ss]o (many|much|long)\b(?! (that|as)\b)": "'this many', or the number's name",
