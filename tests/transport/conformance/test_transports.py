@@ -56,6 +56,21 @@ async def test_a_crossing_takes_no_longer_than_what_was_waited(ends):
             assert crossing_s == 0 if ends.kind.one_object else 0 < crossing_s <= waited_s
 
 
+async def test_a_crossing_is_no_longer_because_the_event_loop_is_late(ends):
+    """Else a busy worker takes its own event loop for a slow link, and compresses."""
+    async with ends.attempt(1) as (payload_sender, payload_receiver):
+        for turns in (2, 5):
+            sending = ends.sending(payload_sender, pattern(1 << 20))
+            receiving = asyncio.create_task(ends.receive(payload_receiver, 1 << 20))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            time.sleep(0.5)
+            region = await receiving
+            assert region.crossing_s < 0.5
+            region.release()
+            await sending
+
+
 async def test_64_attempts_at_once_do_not_mix(ends):
     async def one(key):
         generator = random.Random(key)
