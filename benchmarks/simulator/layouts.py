@@ -45,7 +45,8 @@ class Layout:
 
     def closed(self, rows: Sequence[tuple[int, int, int]], rounds: int) -> list[list[Job]]:
         """The requests of each row, one after the other; rows: streams, tokens in and out."""
-        begun, left, alive, lengths = [0], 0, 0, (PROMPT, OUTPUT)
+        begun, left, alive = [0], 0, 0
+        lengths: list[int] = []
 
         def begin(when: float) -> None:
             nonlocal left, alive, lengths

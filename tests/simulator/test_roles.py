@@ -67,3 +67,13 @@ def test_closed_streams_are_served_as_by_the_better_layout():
     for pair, whole, both in zip(*served.values(), strict=True):
         assert both[0] > 0.95 * max(pair[0], whole[0])
         assert both[1] < 1.15 * pair[1] and both[3] > 0.8
+
+
+def test_single_requests_before_a_crowd_do_not_slow_it_down():
+    """All that workers had measured is what one sequence takes."""
+    crowd = (32, 1024, 128)
+    for name in ("two whole", "both roles"):
+        fresh, used = Layout(name, SPEEDS["h200"]), Layout(name, SPEEDS["h200"])
+        alone = fresh.figures(fresh.closed([crowd], 8)[0])
+        after = used.figures(used.closed([(1, 1024, 128), crowd], 8)[1])
+        assert after[0] > 0.9 * alone[0] and after[1] < 200

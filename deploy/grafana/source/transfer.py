@@ -20,17 +20,11 @@ from deploy.grafana.source.queries import (
 )
 
 RECEIVED = 'direction="received"'
+RAW, PAYLOAD = "kvrail_kv_raw_bytes_total", "kvrail_kv_payload_bytes_total"
 
 
-def _wire() -> list[Panel]:
-    raw, payload = "kvrail_kv_raw_bytes_total", "kvrail_kv_payload_bytes_total"
-    links = total("kvrail_kv_link_bytes_per_second", by="instance, prefill_worker")
-    transfers = label_replaced(
-        share(rate(payload, RECEIVED, by="instance"), rate("kvrail_kv_transfer_seconds_sum", RECEIVED, by="instance")),
-        "prefill_worker",
-        "all transfers",
-    )
-    kept_off = f"({increase(raw, RECEIVED)} - {increase(payload, RECEIVED)})"
+def _totals() -> list[Panel]:
+    kept_off = f"({increase(RAW, RECEIVED)} - {increase(PAYLOAD, RECEIVED)})"
     return [
         number(
             "Saved in the range",
@@ -43,7 +37,7 @@ def _wire() -> list[Panel]:
             "Compression",
             "KV bytes before encoding, over those on the wire.",
             "suffix:×",
-            share(rate(raw, RECEIVED), rate(payload, RECEIVED)),
+            share(rate(RAW, RECEIVED), rate(PAYLOAD, RECEIVED)),
             width=6,
         ),
         number(
@@ -61,26 +55,37 @@ def _wire() -> list[Panel]:
             width=6,
             steps=((None, "green"), (0.001, "red")),
         ),
+    ]
+
+
+def _wire() -> list[Panel]:
+    links = total("kvrail_kv_link_bytes_per_second", by="instance, prefill_worker")
+    transfers = label_replaced(
+        share(rate(PAYLOAD, RECEIVED, by="instance"), rate("kvrail_kv_transfer_seconds_sum", RECEIVED, by="instance")),
+        "prefill_worker",
+        "all transfers",
+    )
+    return [
         lines(
             "KV received",
             "Bytes of KV before encoding and on the wire.",
             "Bps",
-            Query(rate(raw, RECEIVED), "before encoding"),
-            Query(rate(payload, RECEIVED), "on the wire"),
+            Query(rate(RAW, RECEIVED), "before encoding"),
+            Query(rate(PAYLOAD, RECEIVED), "on the wire"),
             width=12,
         ),
         lines(
             "Compression by codec",
             "KV bytes before encoding, over those on the wire.",
             "suffix:×",
-            Query(share(rate(raw, RECEIVED, by="codec"), rate(payload, RECEIVED, by="codec")), "{{codec}}"),
+            Query(share(rate(RAW, RECEIVED, by="codec"), rate(PAYLOAD, RECEIVED, by="codec")), "{{codec}}"),
             width=12,
         ),
         lines(
             "On the wire by codec",
             "KV bytes received, as they crossed.",
             "Bps",
-            split(rate, payload, RECEIVED, by="codec"),
+            split(rate, PAYLOAD, RECEIVED, by="codec"),
             stacked=True,
             width=12,
         ),
@@ -180,7 +185,7 @@ def _codecs() -> list[Panel]:
 
 def transfer() -> Dashboard:
     """KV on the wire, and what codecs do."""
-    sections = {"On the wire": _wire(), "Transfers": _transfers(), "Codecs": _codecs()}
+    sections = {"On the wire": [*_totals(), *_wire()], "Transfers": _transfers(), "Codecs": _codecs()}
     description = "What crosses between workers, how fast, and what codecs make of it."
     return board("kvrail-transfer", "KV transfer and codecs", description, sections)
 
