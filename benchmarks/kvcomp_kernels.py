@@ -28,7 +28,7 @@ import triton.language as tl
 
 from benchmarks.kv_formats import DIM, HEADS, KV_HEADS, draw, layout_of, timed
 from kvrail.engine.kv.fixed.open_kernel import SHRUNK
-from kvrail.engine.kv.kvcomp.open_kernel import open_coded, open_pages
+from kvrail.engine.kv.kvcomp.open_kernel import codes_of_tile, open_coded, open_pages
 from kvrail.engine.kv.kvcomp.pages import CodedPages
 from kvrail.engine.kv.lossless.form import TOKENS
 
@@ -56,7 +56,8 @@ def key_product(
     for step in range(PER):
         page = first + step
         pair = closed + tl.multiple_of((page.to(tl.int64) * KV_HEADS + kv_head) * PAIR, 64)
-        found = tl.dot(q, open_coded(pair, tables, True, DIM, 64, ASSEMBLED)) * SHRUNK
+        codes = codes_of_tile(pair, tables, 0, True, DIM, 64, ASSEMBLED)
+        found = tl.dot(q, open_coded(pair, codes, DIM, 64, ASSEMBLED)) * SHRUNK
         place = head.to(tl.int64) * pages * 64 + page % pages * 64 + tl.arange(0, 64)[None, :]
         tl.store(scores + place, found.to(tl.bfloat16), row < GROUP)
 
@@ -79,7 +80,8 @@ def value_product(
         place = head.to(tl.int64) * pages * 64 + page % pages * 64 + tl.arange(0, 64)[None, :]
         w = tl.load(weights + place, row < GROUP, 0.0)
         pair = closed + tl.multiple_of((page.to(tl.int64) * KV_HEADS + kv_head) * PAIR, 64)
-        total = tl.dot(w, open_coded(pair + BEGIN, tables, False, 64, DIM, ASSEMBLED), total)
+        codes = codes_of_tile(pair, tables, BEGIN, False, 64, DIM, ASSEMBLED)
+        total = tl.dot(w, open_coded(pair + BEGIN, codes, 64, DIM, ASSEMBLED), total)
     place = (tl.program_id(0) * KV_HEADS + kv_head) * GROUP + row
     tl.store(parts + place * DIM + tl.arange(0, DIM)[None, :], total * SHRUNK, row < GROUP)
 

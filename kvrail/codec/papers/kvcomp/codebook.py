@@ -12,8 +12,8 @@ MAX_BITS = 12
 Words = npt.NDArray[np.uint16]
 
 
-def lengths_of(counts: Sequence[int]) -> list[int]:
-    """Optimal code lengths, at most MAX_BITS, of symbols that occur so often; 0 for one that does not occur.
+def lengths_of(counts: Sequence[int], most: int = MAX_BITS) -> list[int]:
+    """Optimal code lengths, at most `most`, of symbols that occur so often; 0 for one that does not occur.
 
     Package-merge: of coins and packages of equal weight, coins come first, each in its own order. A single symbol has
     a code of one bit.
@@ -24,7 +24,7 @@ def lengths_of(counts: Sequence[int]) -> list[int]:
         lengths[coins[0][1][0]] = 1
         return lengths
     level: list[tuple[int, tuple[int, ...]]] = []
-    for _ in range(MAX_BITS):
+    for _ in range(most):
         pairs = zip(level[0::2], level[1::2], strict=False)
         packages = [(one[0] + other[0], one[1] + other[1]) for one, other in pairs]
         level = sorted([*coins, *packages], key=lambda item: item[0])

@@ -5,7 +5,8 @@ import triton.language as tl
 
 from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_scores, weights_of
 from kvrail.engine.kv.fixed.open_kernel import SHRUNK, open_tile
-from kvrail.engine.kv.kvcomp.open_kernel import CODED, fetch_ahead, open_coded
+from kvrail.engine.kv.kvcomp import form
+from kvrail.engine.kv.kvcomp.open_kernel import CODED, codes_of_pair, fetch_ahead, open_coded
 from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
 from kvrail.engine.kv.rotated.open_kernel import KEY_BITS, ROTATED, open_rotated
 
@@ -27,10 +28,36 @@ def pair_of(
     return closed_pages + tl.multiple_of(pair * BOTH_TILES, 64)
 
 
+@triton.constexpr_function
+def stages_of(code_bits: int) -> int | None:
+    """Pipeline stages of loops over closed blocks; None: the kernel's. Reading of streams cannot be pipelined."""
+    return 1 if code_bits == form.CODED else None
+
+
+@triton.jit
+def closed_codes_of(
+    pair,
+    spare,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):
+    """The codes of a block's keys and values where streams have them; elsewhere nothing that is used."""
+    if CODE_BITS == CODED:
+        keys, values = codes_of_pair(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, ASSEMBLED)
+    else:
+        keys, values = pair, pair
+    return keys, values
+
+
 @triton.jit
 def closed_scores_of(
     q,
     pair,
+    codes,
     spare,
     unit_bytes,
     block,
@@ -46,14 +73,15 @@ def closed_scores_of(
     CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """What scores_of computes, of a block of a closed page. pair: see pair_of; spare: spare units, of unit_bytes.
+    """What scores_of computes, of a block of a closed page.
 
+    pair: see pair_of; codes: see closed_codes_of; spare: spare units, of unit_bytes.
     CODE_BITS: bits of a value of fixed width, or CODED or ROTATED, whose products are / SHRUNK, or 0 in lossless pages.
     In CODED pages `spare` is the tables of codes.
     """
     if CODE_BITS:
         if CODE_BITS == CODED:
-            k = open_coded(pair, spare, True, KEY_DIM, BLOCK, ASSEMBLED)
+            k = open_coded(pair, codes, KEY_DIM, BLOCK, ASSEMBLED)
         else:
             k = open_tile(pair, KEY_BITS if CODE_BITS == ROTATED else CODE_BITS, KEY_DIM, BLOCK, ASSEMBLED)
         tl.static_assert(q.dtype == tl.bfloat16, "others have no room for values / SHRUNK")
@@ -68,6 +96,7 @@ def closed_scores_of(
 def add_closed_block(
     scores,
     pair,
+    codes,
     spare,
     unit_bytes,
     acc,
@@ -89,7 +118,7 @@ def add_closed_block(
         scores, top, total, softcap if SOFTCAP else scale * times, dtype, BLOCK, times
     )
     if CODE_BITS == CODED:
-        v = open_coded(pair + KEY_TILE, spare, False, BLOCK, VALUE_DIM, ASSEMBLED)
+        v = open_coded(pair + KEY_TILE, codes, BLOCK, VALUE_DIM, ASSEMBLED)
     elif CODE_BITS == ROTATED:
         v = open_rotated(pair + KEY_TILE, VALUE_DIM, ASSEMBLED)
     elif CODE_BITS:
@@ -142,17 +171,18 @@ def add_closed_blocks(
     ASSEMBLED: tl.constexpr,
 ):
     """The decode kernel's loop over a share's closed blocks, `begin` to `opened`."""
-    for block in range(begin, opened, BLOCK):
+    for block in tl.range(begin, opened, BLOCK, num_stages=stages_of(CODE_BITS)):
         pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
         if CODE_BITS == CODED:
             after = tl.minimum(block + BLOCK, opened - BLOCK)
             fetch_ahead(pair_of(closed_pages, table, after, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES), ASSEMBLED)
+        key_codes, value_codes = closed_codes_of(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
         scores = closed_scores_of(
-            q, pair, spare, unit_bytes, block, position, kv_len, scale, softcap,
+            q, pair, key_codes, spare, unit_bytes, block, position, kv_len, scale, softcap,
             KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
         acc, top, total = add_closed_block(
-            scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
+            scores, pair, value_codes, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
             VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
         )  # fmt: skip
         all_acc, all_top, all_total, acc, top, total = end_block(

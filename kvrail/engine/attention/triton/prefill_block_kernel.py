@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from kvrail.engine.attention.triton.closed_kernel import add_closed_block, closed_scores_of, pair_of
+from kvrail.engine.attention.triton.closed_kernel import (
+    add_closed_block,
+    closed_codes_of,
+    closed_scores_of,
+    pair_of,
+    stages_of,
+)
 from kvrail.engine.attention.triton.order_kernel import (
     add_block,
     begins_part,
@@ -156,10 +162,11 @@ def closed_blocks(
     ASSEMBLED: tl.constexpr,
 ):
     """What open_blocks does, of blocks of closed pages."""
-    for block in range(first, stop, BLOCK):
+    for block in tl.range(first, stop, BLOCK, num_stages=stages_of(CODE_BITS)):
         pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
+        key_codes, value_codes = closed_codes_of(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
         scores = closed_scores_of(
-            q, pair, spare, unit_bytes, block, position, end, scale, softcap,
+            q, pair, key_codes, spare, unit_bytes, block, position, end, scale, softcap,
             KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
         all_acc, all_top, all_total, acc, top, total = _begin_part(
@@ -167,7 +174,7 @@ def closed_blocks(
             ROWS, VALUE_DIM, VALUE_DIM, SHARED,
         )  # fmt: skip
         acc, top, total = add_closed_block(
-            scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
+            scores, pair, value_codes, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
             VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
         )  # fmt: skip
     return all_acc, all_top, all_total, acc, top, total

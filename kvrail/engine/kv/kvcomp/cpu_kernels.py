@@ -182,10 +182,10 @@ def open_tile(closed, at, dim, keys, tables, order, rows, out):
             byte = at + (bit >> 3)
             pair = int64(closed[byte]) | int64(closed[byte + 1]) << 8
             entry = table + 2 * (pair >> (bit & 7) & _WINDOW)
-            bit += int64(tables[entry + 1])
+            bit += int64(tables[entry])
             place = order[number]
             row = place % dim if keys else place // dim
-            both[0] = np.float64(tables[entry]) * np.float64(scales[row]) + np.float64(offsets[row])
+            both[0] = np.float64(tables[entry + 1]) * np.float64(scales[row]) + np.float64(offsets[row])
             out[place] = nearest(both, parts)
         unit += base + (int64(closed[lanes + stream // 2]) >> (4 * (stream % 2)) & 15)
 

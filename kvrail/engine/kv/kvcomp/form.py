@@ -4,7 +4,7 @@ KVComp (Jiang et al., 2025) quantises keys by a scale for each channel and value
 symbols by Huffman. `kvrail.codec.papers.kvcomp` sends that; here it stays in memory. A page of one layer holds, for
 each KV head and each 64 of its tokens, a pair of tiles of a fixed size:
 
-    pair      keys' part, values' part, streams, zeros up to a multiple of 64 bytes, at least 4
+    pair      keys' part, values' part, streams, zeros up to a multiple of 64 bytes, at least 12
 
     part      steps   4 * rows    bfloat16: scale and offset of each row, as `kvrail.engine.kv.fixed.form` has them
               lanes         64    four bits a lane: what its stream is longer than the base, the lower half first
@@ -47,15 +47,16 @@ SPREAD = 15
 STREAMS, WARPS = 128, 4
 """Streams of a tile, and groups of them whose beginnings are stored."""
 LANES_BYTES, HEAD_BYTES = STREAMS // 2, 12
-MAX_BITS = 6
-"""The longest code."""
+MAX_BITS = 5
+"""The longest code: a warp's 32 lanes have the table."""
+TAIL = 12
+"""Bytes at the end of a pair, at least, that no stream has."""
 KEYS = (CHANNEL_CODE.keys, TensorCode(Granularity.CHANNEL, 1 / 15))
 VALUES = (CHANNEL_CODE.values, CHANNEL_CODE.values)
 """How keys and values are quantised with each of the two codes."""
-_NORMAL_64 = (5, 6, 6, 5, 5, 4, 4, 4, 4, 4, 3, 4, 4, 4, 4, 4, 5, 5, 6, 6, 5)
-_NORMAL_64_OF_8 = (5, 4, 3, 2, 2, 3, 3, 5)
-_NORMAL_128_OF_8 = (6, 5, 3, 2, 2, 2, 4, 6)
-"""Lengths of the best codes for 64, and 128, normally distributed values of a row."""
+_NORMAL = (5, 5, 5, 5, 5, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5, 5, 5, 5, 5)
+_NORMAL_OF_8 = (5, 4, 3, 2, 2, 3, 3, 5)
+"""Lengths of the best codes of at most MAX_BITS for the normally distributed values of a row."""
 _EIGHTHS = {True: (35, 22), False: (35, 21)}
 """Room for the streams of a pair, in eighths of a bit for each key and each value; True: heads of 64."""
 
@@ -115,19 +116,17 @@ class Pair:
         """Bytes of the pair."""
         key, value = _EIGHTHS[self.value_dim == 64]
         eighths = max(key * self.key_dim + value * self.value_dim, 32 * self.key_dim + 24 * self.value_dim)
-        return -(-(self.streams + TOKENS * eighths // 64 + 4) // 64) * 64
+        return -(-(self.streams + TOKENS * eighths // 64 + TAIL) // 64) * 64
 
     @property
     def room(self) -> int:
-        """Units of streams that fit. The last word of a pair is none of them: kernels read words in twos."""
-        return (self.bytes - self.streams - 4) * 8 // UNIT
+        """Units of streams that fit. The last words of a pair are none of them: kernels read two words ahead."""
+        return (self.bytes - self.streams - TAIL) * 8 // UNIT
 
 
-def lengths(dim: int, keys: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def lengths(keys: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bits of each symbol in both codes of a tile."""
-    if keys:
-        return _NORMAL_64, (4,) * 16
-    return _NORMAL_64_OF_8 if dim == 64 else _NORMAL_128_OF_8, (3,) * 8
+    return (_NORMAL, (4,) * 16) if keys else (_NORMAL_OF_8, (3,) * 8)
 
 
 def share(code: TensorCode) -> float:
@@ -136,24 +135,24 @@ def share(code: TensorCode) -> float:
 
 
 @functools.cache
-def writing_tables(key_dim: int, value_dim: int) -> npt.NDArray[np.uint16]:
+def writing_tables() -> npt.NDArray[np.uint16]:
     """Codes, and from bit 8 on their lengths: uint16 [keys and values, codes, 32 symbols]."""
     tables = np.zeros((2, 2, 32), np.uint16)
-    for kind, dim in enumerate((key_dim, value_dim)):
-        for number, each in enumerate(lengths(dim, kind == 0)):
+    for kind in range(2):
+        for number, each in enumerate(lengths(kind == 0)):
             tables[kind, number, : len(each)] = np.array(codes_of(each)) | np.array(each) << 8
     return tables
 
 
 @functools.cache
-def reading_tables(key_dim: int, value_dim: int) -> npt.NDArray[np.uint8]:
-    """By the next MAX_BITS bits: symbol, and its code's length; uint8 [kinds, codes, 64, 2]."""
+def reading_tables() -> npt.NDArray[np.uint8]:
+    """By the next MAX_BITS bits: a code's length, and its symbol; uint8 [kinds, codes, 32, 2]."""
     tables = np.zeros((2, 2, 1 << MAX_BITS, 2), np.uint8)
-    for kind, codes in enumerate(writing_tables(key_dim, value_dim)):
+    for kind, codes in enumerate(writing_tables()):
         for number, of in enumerate(codes):
             for symbol, (code, bits) in enumerate(zip(of & 255, of >> 8, strict=True)):
                 if bits:
-                    tables[kind, number, code :: 1 << bits] = symbol, bits
+                    tables[kind, number, code :: 1 << bits] = bits, symbol
     return tables
 
 

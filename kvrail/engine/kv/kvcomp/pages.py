@@ -65,9 +65,8 @@ class CodedPages:
         self.layout, self.pair = layout, Pair(layout.key_dim, layout.value_dim)
         shape = (layout.num_layers, num_pages, layout.num_kv_heads, layout.page_size // TOKENS, self.pair.bytes)
         self.pages = torch.zeros(shape, dtype=torch.uint8, device=device)
-        dims = layout.key_dim, layout.value_dim
-        self.tables = torch.from_numpy(reading_tables(*dims).copy()).to(device)
-        self.codes = torch.from_numpy(writing_tables(*dims).view(np.int16).copy()).to(device)
+        self.tables = torch.from_numpy(reading_tables().copy()).to(device)
+        self.codes = torch.from_numpy(writing_tables().view(np.int16).copy()).to(device)
 
     def layer(self, index: int) -> CodedLayer:
         """Views of layer `index`."""
@@ -119,7 +118,7 @@ def page_bytes(layout: KVLayout) -> int:
 
 def table_bytes(layout: KVLayout) -> int:
     """Bytes of the tables that attention reads."""
-    return reading_tables(layout.key_dim, layout.value_dim).nbytes
+    return reading_tables().nbytes
 
 
 @functools.cache

@@ -41,7 +41,7 @@ Words = npt.NDArray[np.uint16]
 def close_pair(keys: Bits, values: Bits) -> tuple[Bytes, int]:
     """The closed pair of `keys` and `values`, bits of bfloat16 [64, dim], and how many of both were refused."""
     pair = Pair(keys.shape[1], values.shape[1])
-    tables = writing_tables(pair.key_dim, pair.value_dim)
+    tables = writing_tables()
     fine, coarse = (_Quantised(keys, pair.parts[0], code, table) for code, table in zip(KEYS, tables[0], strict=True))
     short, even = (
         _Quantised(values, pair.parts[1], code, table) for code, table in zip(VALUES, tables[1], strict=True)
@@ -64,7 +64,7 @@ def close_pair(keys: Bits, values: Bits) -> tuple[Bytes, int]:
 def open_pair(data: Bytes, key_dim: int, value_dim: int) -> tuple[Bits, Bits]:
     """The keys and the values of a closed pair, bits of bfloat16 [64, dim]."""
     pair = Pair(key_dim, value_dim)
-    tables = reading_tables(key_dim, value_dim)
+    tables = reading_tables()
     keys, values = pair.parts
     return _opened(data, keys, tables[0]), _opened(data[keys.bytes :], values, tables[1])
 
@@ -142,7 +142,7 @@ def _opened(data: Bytes, part: Part, tables: Bytes) -> Bits:
         at = begin
         for place in range(part.symbols):
             window = bits[at : at + MAX_BITS] @ (1 << np.arange(MAX_BITS))
-            symbols[stream, place], length = tables[number, window]
+            length, symbols[stream, place] = tables[number, window]
             at += length
     flat = np.empty(TOKENS * part.dim, np.int64)
     flat[stream_places(part.dim, part.keys)] = symbols
