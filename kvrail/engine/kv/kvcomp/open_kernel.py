@@ -81,7 +81,7 @@ def _behind(held, entry, above, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _behind_in_step(held, entry, ASSEMBLED: tl.constexpr):
-    """The same of all streams, where a thread with two waits for the entries of both: so their look-ups take turns."""
+    """What follows the code. A thread with two streams waits for the entries of both, so that look-ups take turns."""
     if ASSEMBLED and held.shape[0] == 256:
         return tl.inline_asm_elementwise(
             "shf.r.wrap.b32 $0, $2, $5, $4; shf.r.wrap.b32 $1, $3, $4, $5;", "=r,=r,r,r,r,r", [held, entry],
@@ -137,8 +137,8 @@ def _sixteen(words, at, bit, low, high, ahead, entries, ASSEMBLED: tl.constexpr)
 def _codes_of(pair, begin, lanes, kind, tables, WORDS: tl.constexpr, ASSEMBLED: tl.constexpr):
     """The words of 128 or 256 streams: [stream, fours.., four], eight or sixteen of each.
 
-    Of each stream: begin, lanes: where its part and the part's lanes are in the pair, in bytes; kind: 0 of keys, 1 of
-    values. They have one dimension, so that a thread has the stream of its number, whose symbols it multiplies.
+    begin, lanes, kind: of each stream, where its part and the part's lanes begin in the pair, in bytes, and 0 of keys, 1
+    of values. They have one dimension, so that a thread has the stream of its number, whose symbols it multiplies.
     """
     STREAMS: tl.constexpr = begin.shape[0]
     words = pair.to(tl.pointer_type(tl.uint32))
