@@ -137,8 +137,8 @@ def _sixteen(words, at, bit, low, high, ahead, entries, ASSEMBLED: tl.constexpr)
 def _codes_of(pair, begin, lanes, kind, tables, WORDS: tl.constexpr, ASSEMBLED: tl.constexpr):
     """The words of 128 or 256 streams: [stream, fours.., four], eight or sixteen of each.
 
-    begin, lanes, kind: of each stream, where its part and the part's lanes begin in the pair, in bytes, and 0 of keys, 1
-    of values. They have one dimension, so that a thread has the stream of its number, whose symbols it multiplies.
+    begin, lanes, kind: of each stream, where its part and the part's lanes begin in the pair, in bytes; 0 of keys, 1 of
+    values. They have one dimension, so that a thread has the stream of its number, whose symbols it multiplies.
     """
     STREAMS: tl.constexpr = begin.shape[0]
     words = pair.to(tl.pointer_type(tl.uint32))
