@@ -22,17 +22,13 @@ from triton.runtime.errors import OutOfResources
 
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention
-from kvrail.engine.kv.fixed.pages import FixedPages
+from kvrail.engine.kv.closed.forms import FORMS, page_bytes
+from kvrail.engine.kv.closed.pages import ClosedPages, LosslessPages, LossyPages
 from kvrail.engine.kv.formats import LayerPages
-from kvrail.engine.kv.kvcomp.pages import CodedPages
 from kvrail.engine.kv.lossless.form import GROUPS, RAW, SLOTS, TOKENS, Tile
-from kvrail.engine.kv.lossless.pages import ClosedPages, page_bytes
-from kvrail.engine.kv.lossy import CODE_BITS, lossy_pages
-from kvrail.engine.kv.lossy import page_bytes as lossy_page_bytes
 from kvrail.values.layout import KVLayout
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-FORMS = {"lossless": 0, **CODE_BITS}
 """Bits that attention knows a lossy form by."""
 LOADS = "64x2048,32x8192,8x32768,1x32768"
 _DISTINCT = 256
@@ -73,7 +69,7 @@ class Load:
         self.keys, self.values = (pool.cuda()[chosen.cuda()] for pool in (keys, values))
         self.closed = pool_of(self.form, self.layers, pages, 1, "cuda")
         if not width:
-            self.closed.spare = closed.spare.cuda()
+            self.closed.shared = closed.shared.cuda()
         some = closed.pages[0].cuda()
         for layer, numbers in zip(self.closed.pages, chosen.cuda(), strict=True):
             layer.copy_(some[numbers[:pages]])
@@ -116,16 +112,15 @@ class Load:
         return float((words[..., -GROUPS * SLOTS] & RAW).ne(0).float().mean())
 
 
-def pool_of(form: str, layers: int, pages: int, units: int, device: str) -> ClosedPages | FixedPages | CodedPages:
+def pool_of(form: str, layers: int, pages: int, units: int, device: str) -> ClosedPages:
     """A pool of closed pages. units: spare units, of lossless ones."""
     layout, width = layout_of(layers), FORMS[form]
-    return lossy_pages(layout, pages, width, device) if width else ClosedPages(layout, pages, units, device)
+    return LossyPages(layout, pages, width, device) if width else LosslessPages(layout, pages, units, device)
 
 
 def bits_of(form: str) -> float:
     """Bits a value."""
-    layout, width = layout_of(1), FORMS[form]
-    return 16 * (lossy_page_bytes(layout, width) if width else page_bytes(layout)) / layout.page_bytes
+    return 16 * page_bytes(layout_of(1), FORMS[form]) / layout_of(1).page_bytes
 
 
 def layout_of(layers: int) -> KVLayout:

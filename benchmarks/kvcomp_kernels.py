@@ -27,9 +27,10 @@ import triton
 import triton.language as tl
 
 from benchmarks.kv_formats import DIM, HEADS, KV_HEADS, draw, layout_of, timed
+from kvrail.engine.kv.closed.pages import LossyPages
 from kvrail.engine.kv.fixed.open_kernel import SHRUNK
+from kvrail.engine.kv.kvcomp.form import CODED
 from kvrail.engine.kv.kvcomp.open_kernel import codes_of_tile, open_coded, open_pages
-from kvrail.engine.kv.kvcomp.pages import CodedPages
 from kvrail.engine.kv.lossless.form import TOKENS
 
 OPERANDS = ("keys", "values")
@@ -97,13 +98,13 @@ class Load:
         torch.manual_seed(0)
         every, distinct, tokens = batch * pages, min(_DISTINCT, batch * pages), pages * TOKENS
         drawn, order = [draw(distinct, 0) for _ in OPERANDS], torch.arange(distinct)
-        some, (keys, values) = CodedPages(layout_of(1), distinct, "cpu"), (each[None] for each in drawn)
+        some, (keys, values) = LossyPages(layout_of(1), distinct, CODED, "cpu"), (each[None] for each in drawn)
         if some.close(keys, values, order, order).any():
             raise SystemExit("drawn pages cannot be closed")
         some.open(keys, values, order, order)
-        self.layers = -(-cold_bytes // (every * KV_HEADS * some.pair.bytes))
+        self.layers = -(-cold_bytes // (every * KV_HEADS * some.pages.shape[-1]))
         chosen = torch.randint(distinct, (self.layers, batch, pages)).to(device)
-        self.closed = CodedPages(layout_of(self.layers), every, device)
+        self.closed = LossyPages(layout_of(self.layers), every, CODED, device)
         self.closed.pages.copy_(some.pages[0].to(device)[chosen.flatten(1)])
         self.plain = []
         for each in drawn:
@@ -126,20 +127,20 @@ class Load:
             out = torch.empty(programs, HEADS * DIM, device=factor.device)
         else:
             out = torch.empty(shape, dtype=torch.bfloat16, device=factor.device)
-        begin = {"BEGIN": self.closed.pair.parts[0].bytes} if kind else {}
+        begin = {"BEGIN": self.closed.tiles[0].bytes} if kind else {}
         kernel[programs, KV_HEADS](
-            self.closed.pages[layer], self.closed.tables, factor, out, self.pages, self.per, GROUP, KV_HEADS, DIM,
-            self.closed.pair.bytes, **begin, ASSEMBLED=isinstance(kernel, triton.JITFunction),
+            self.closed.pages[layer], self.closed.shared, factor, out, self.pages, self.per, GROUP, KV_HEADS, DIM,
+            self.closed.pages.shape[-1], **begin, ASSEMBLED=isinstance(kernel, triton.JITFunction),
         )  # fmt: skip
         return out.view(-1, self.pages // self.per, HEADS * DIM).sum(1).bfloat16().view(shape) if kind else out
 
     def apart(self, layer: int, kind: int) -> torch.Tensor:
         """The same, from pages that are opened first, each head's by itself, as torch multiplies them."""
-        closed, part = self.closed.pages[layer], self.closed.pair.parts[kind]
+        closed, part = self.closed.pages[layer], self.closed.tiles[kind]
         open_pages[len(self.sources), 1, 1](
-            closed, self.closed.tables, self.opened, self.sources, self.targets, closed.numel(), self.opened.numel(),
-            KV_HEADS=1, BLOCKS=1, DIM=DIM, BEGIN=kind * self.closed.pair.parts[0].bytes,
-            BOTH_TILES=self.closed.pair.bytes, KEYS=part.keys, ASSEMBLED=isinstance(open_pages, triton.JITFunction),
+            closed, self.closed.shared, self.opened, self.sources, self.targets, closed.numel(), self.opened.numel(),
+            KV_HEADS=1, BLOCKS=1, DIM=DIM, BEGIN=kind * self.closed.tiles[0].bytes,
+            BOTH_TILES=closed.shape[-1], KEYS=part.keys, ASSEMBLED=isinstance(open_pages, triton.JITFunction),
         )  # fmt: skip
         return self.factors[kind] @ (self.opened if kind else self.opened.transpose(1, 2))
 

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrail.engine.kv.closed.pages import LossyPages
 from kvrail.engine.kv.fixed.form import REFUSED, Tile
 from kvrail.engine.kv.fixed.reference import close_tile, open_tile
 from kvrail.engine.kv.kvcomp.form import CODED
 from kvrail.engine.kv.kvcomp.reference import close_pair, open_pair
-from kvrail.engine.kv.lossy import lossy_pages
 from kvrail.engine.kv.rotated import reference as rotated
 from kvrail.engine.kv.rotated.form import KEY_BITS, ROTATED
 from kvrail.values.layout import KVLayout
@@ -81,7 +81,7 @@ def check_pools(keys: torch.Tensor, values: torch.Tensor, bits: int, kernels: Mo
     """
     layers, number, page_size, heads = keys.shape[:4]
     dims, device = (keys.shape[4], values.shape[4]), keys.device
-    closed = lossy_pages(KVLayout(layers, heads, *dims, page_size, "bfloat16"), number + 2, bits, device)
+    closed = LossyPages(KVLayout(layers, heads, *dims, page_size, "bfloat16"), number + 2, bits, device)
     closed.pages.fill_(0xFF)
     sources = torch.arange(number, device=device)
     targets = torch.randperm(number + 2, generator=torch.Generator().manual_seed(0))[:number].to(device)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from kvrail.engine.kv.lossy import CODE_BITS
+from kvrail.engine.kv.closed.forms import CODE_BITS
 from tests.engine.attention_cases import make_case
 from tests.lossless.cases import close_case
 from tests.lossless.test_attention import MIXES, SHAPES, attend

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,15 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrail.engine.kv.fixed import cpu
+from kvrail.engine.kv.closed import cpu
+from kvrail.engine.kv.closed.forms import CODE_BITS, page_bytes, unsupported
+from kvrail.engine.kv.closed.pages import LossyPages
 from kvrail.engine.kv.fixed.form import NO_SCALE, REFUSED, WIDTHS, Tile, code_places
-from kvrail.engine.kv.fixed.pages import FixedPages, page_bytes, unsupported
 from kvrail.engine.kv.fixed.reference import close_tile, open_tile, rounded, steps_of, widened
-from kvrail.engine.kv.kvcomp import cpu as kvcomp_cpu
-from kvrail.engine.kv.kvcomp.form import CODED
-from kvrail.engine.kv.lossy import CODE_BITS
-from kvrail.engine.kv.rotated import cpu as rotated_cpu
-from kvrail.engine.kv.rotated.form import ROTATED
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 from tests.fixed.cases import check_kernels, tiles
@@ -116,25 +111,22 @@ def test_golden_file() -> None:
     assert golden() == json.loads(GOLDEN.read_text())
 
 
-@pytest.mark.parametrize(
-    ("bits", "kernels"), [(8, cpu), (4, cpu), (CODED, kvcomp_cpu), (ROTATED, rotated_cpu)], ids=CODE_BITS
-)
+@pytest.mark.parametrize("bits", CODE_BITS.values(), ids=CODE_BITS)
 @pytest.mark.parametrize(("dims", "page_size"), SHAPES)
-def test_kernels_do_what_the_reference_does(
-    dims: tuple[int, int], page_size: int, bits: int, kernels: ModuleType
-) -> None:
-    check_kernels(dims, page_size, bits, "cpu", kernels)
+def test_kernels_do_what_the_reference_does(dims: tuple[int, int], page_size: int, bits: int) -> None:
+    check_kernels(dims, page_size, bits, "cpu", cpu)
 
 
-def test_what_has_no_form_is_refused() -> None:
+@pytest.mark.parametrize("form", CODE_BITS)
+def test_what_has_no_form_is_refused(form: str) -> None:
     for layout in (
         KVLayout(1, 1, 96, 96, 64, "bfloat16"),
         KVLayout(1, 1, 128, 128, 64, "float16"),
         KVLayout(1, 1, 128, 128, 16, "bfloat16"),
     ):
-        assert unsupported(layout)
-        with pytest.raises(ConfigError, match="int4"):
-            FixedPages(layout, 1, 4, "cpu")
+        assert unsupported(layout, CODE_BITS[form])
+        with pytest.raises(ConfigError, match=form):
+            LossyPages(layout, 1, CODE_BITS[form], "cpu")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,13 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels on this machine", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
-from kvrail.engine.kv.fixed import cuda as fixed
-from kvrail.engine.kv.kvcomp import cuda as kvcomp
+from kvrail.engine.kv.closed import cuda
 from kvrail.engine.kv.kvcomp.form import CODED
-from kvrail.engine.kv.rotated import cuda as rotated
 from kvrail.engine.kv.rotated.form import ROTATED
 from tests.engine.attention_cases import make_case
 from tests.fixed.cases import check_kernels
 from tests.lossless.cases import close_case
 from tests.lossless.test_kernels import PREFILLS, SHAPES, decode, prefill
-
-KERNELS = {CODED: kvcomp, ROTATED: rotated}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +35,7 @@ KERNELS = {CODED: kvcomp, ROTATED: rotated}
     ],
 )
 def test_closing_and_opening(dims: tuple[int, int], page_size: int, bits: int) -> None:
-    check_kernels(dims, page_size, bits, "cpu", KERNELS.get(bits, fixed), few=True)
+    check_kernels(dims, page_size, bits, "cpu", cuda, few=True)
 
 
 def check_attention(plan: list, shape: dict, bits: int, pages: int, attend: Callable, wanted: Callable) -> None:
@@ -56,7 +52,7 @@ BOTH = [
     *zip(SHAPES, (4, 8, 4, 8, 4), strict=True),
     ("all options", 4),
     ("values narrower", 8),
-    *((name, bits) for bits in KERNELS for name in SHAPES),
+    *((name, bits) for bits in (CODED, ROTATED) for name in SHAPES),
 ]
 """Shapes and widths of codes."""
 
@@ -77,7 +73,8 @@ def test_windows_that_begin_behind_closed_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [*zip(PREFILLS, (4, 8, 4), strict=True), *((name, bits) for bits in KERNELS for name in PREFILLS)]
+    ("name", "bits"),
+    [*zip(PREFILLS, (4, 8, 4), strict=True), *((name, bits) for bits in (CODED, ROTATED) for name in PREFILLS)],
 )
 def test_prefill_gives_the_same_bits(name: str, bits: int) -> None:
     shape, tuning = PREFILLS[name]

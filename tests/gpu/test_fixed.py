@@ -9,13 +9,9 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
+from kvrail.engine.kv.closed import cuda  # noqa: E402
+from kvrail.engine.kv.closed.forms import CODE_BITS, FORMS  # noqa: E402
 from kvrail.engine.kv.closing_cache import PoolSize, closing_cache  # noqa: E402
-from kvrail.engine.kv.fixed import cuda as fixed  # noqa: E402
-from kvrail.engine.kv.kvcomp import cuda as kvcomp  # noqa: E402
-from kvrail.engine.kv.kvcomp.form import CODED  # noqa: E402
-from kvrail.engine.kv.lossy import CODE_BITS  # noqa: E402
-from kvrail.engine.kv.rotated import cuda as rotated  # noqa: E402
-from kvrail.engine.kv.rotated.form import ROTATED  # noqa: E402
 from kvrail.engine.kv.slots import Closing  # noqa: E402
 from kvrail.values.layout import KVLayout  # noqa: E402
 from tests.fixed.cases import check_kernels  # noqa: E402
@@ -27,11 +23,11 @@ from tests.lossless.cases import close_case  # noqa: E402
 @pytest.mark.parametrize("bits", CODE_BITS.values(), ids=CODE_BITS)
 @pytest.mark.parametrize(("dims", "page_size"), [((64, 64), 64), ((128, 128), 128), ((64, 128), 64)])
 def test_closing_and_opening(dims: tuple[int, int], page_size: int, bits: int) -> None:
-    check_kernels(dims, page_size, bits, "cuda", {CODED: kvcomp, ROTATED: rotated}.get(bits, fixed))
+    check_kernels(dims, page_size, bits, "cuda", cuda)
 
 
 def test_kvcomps_kernels_choose_the_references_codes() -> None:
-    check_both_sides(kvcomp, "cuda", 120)
+    check_both_sides(cuda, "cuda", 120)
 
 
 @pytest.mark.parametrize("bits", CODE_BITS.values(), ids=CODE_BITS)
@@ -46,7 +42,7 @@ def test_the_same_bits(plan: list, shape: dict, bits: int) -> None:
         assert wanted.isfinite().all() and torch.equal(found.view(torch.int16), wanted.view(torch.int16))
 
 
-@pytest.mark.parametrize("form", ["lossless", *CODE_BITS])
+@pytest.mark.parametrize("form", FORMS)
 def test_the_host_waits_for_no_closing(form: str) -> None:
     cache = closing_cache(KVLayout(2, 2, 64, 64, 64, "bfloat16"), PoolSize(8, 4, form), "cuda")
     cache.rehearse()  # compiles

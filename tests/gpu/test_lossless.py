@@ -13,7 +13,7 @@ from kvrail.engine.attention import cuda as attention  # noqa: E402
 from kvrail.engine.attention.meta import StepMeta  # noqa: E402
 from kvrail.engine.attention.triton.order import HeadShape  # noqa: E402
 from kvrail.engine.attention.triton.prefill_kernel import queries_for  # noqa: E402
-from kvrail.engine.kv.lossless import cuda  # noqa: E402
+from kvrail.engine.kv.closed import cuda  # noqa: E402
 from tests.engine.attention_cases import Case, make_case  # noqa: E402
 from tests.lossless.cases import check_kernels, close_case, distributions, pages_of  # noqa: E402
 

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 
 from kvrail import LLM  # noqa: E402
 from kvrail.config.settings import DEMO_MODEL  # noqa: E402
-from kvrail.engine.kv.lossy import CODE_BITS  # noqa: E402
+from kvrail.engine.kv.closed.forms import CODE_BITS  # noqa: E402
 from tests.lossless.serving import requests  # noqa: E402
 from tests.lossy.spec import Spec  # noqa: E402
 from tests.lossy.test_engine import answers, asked, said  # noqa: E402

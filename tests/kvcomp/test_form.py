@@ -18,12 +18,11 @@ from kvrail.codec.papers.kvcomp.codebook import is_code, lengths_of
 from kvrail.codec.papers.kvcomp.format import CHANNEL_CODE
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
 from kvrail.codec.papers.kvcomp.torch_ops import dequantise, quantise
+from kvrail.engine.kv.closed.forms import page_bytes
 from kvrail.engine.kv.fixed.form import LEAST_SCALE, NO_SCALE, REFUSED
 from kvrail.engine.kv.fixed.reference import widened
-from kvrail.engine.kv.kvcomp.form import KEYS, MAX_BITS, VALUES, Pair, lengths, reading_tables, writing_tables
-from kvrail.engine.kv.kvcomp.pages import CodedPages, page_bytes, unsupported
+from kvrail.engine.kv.kvcomp.form import CODED, KEYS, MAX_BITS, VALUES, Pair, lengths, reading_tables, writing_tables
 from kvrail.engine.kv.kvcomp.reference import close_pair, code_of, open_pair, steps_of
-from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 from tests.fixed.cases import tiles
 from tests.lossless.cases import Bits, bits_of, distributions
@@ -160,7 +159,7 @@ def test_streams_of_very_unlike_lengths_take_the_even_code() -> None:
 def test_sizes() -> None:
     for dim, bits in ((64, 4.25), (128, 3.96875)):
         layout = KVLayout(36, 8, dim, dim, 64, "bfloat16")
-        assert 16 * page_bytes(layout) / layout.page_bytes == bits
+        assert 16 * page_bytes(layout, CODED) / layout.page_bytes == bits
 
 
 def golden() -> dict[str, str]:
@@ -177,17 +176,6 @@ def golden() -> dict[str, str]:
 def test_golden_file() -> None:
     """`python -m tests.kvcomp.test_form` writes it."""
     assert golden() == json.loads(GOLDEN.read_text())
-
-
-def test_what_has_no_form_is_refused() -> None:
-    for layout in (
-        KVLayout(1, 1, 96, 96, 64, "bfloat16"),
-        KVLayout(1, 1, 128, 128, 64, "float16"),
-        KVLayout(1, 1, 128, 128, 16, "bfloat16"),
-    ):
-        assert unsupported(layout)
-        with pytest.raises(ConfigError, match="kvcomp"):
-            CodedPages(layout, 1, "cpu")
 
 
 if __name__ == "__main__":

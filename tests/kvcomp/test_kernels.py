@@ -9,7 +9,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels on this machine", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
-from kvrail.engine.kv.kvcomp import cpu, cuda
+from kvrail.engine.kv.closed import cpu, cuda
 from tests.kvcomp.cases import check_both_sides
 
 

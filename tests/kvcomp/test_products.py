@@ -39,7 +39,7 @@ def test_one_wrong_product_is_seen(load: Load, kind: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_wrong_scale_is_seen(load: Load, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = load.closed.pages.clone()
-    pages[0, 3, 7, 0, kind * load.closed.pair.parts[0].bytes :].view(torch.int16)[0] += 1 << 7  # of one row, doubled
+    pages[0, 3, 7, 0, kind * load.closed.tiles[0].bytes :].view(torch.int16)[0] += 1 << 7  # of one row, doubled
     monkeypatch.setattr(load.closed, "pages", pages)
     with pytest.raises(SystemExit, match="not those of a CPU"):
         load.check(0, kind)

@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrail.engine.kv.closed.pages import LosslessPages, LossyPages
 from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.lossless.form import SPECIAL, TOKENS, Tile
-from kvrail.engine.kv.lossless.pages import ClosedPages
 from kvrail.engine.kv.lossless.reference import close_tile
-from kvrail.engine.kv.lossy import lossy_pages
 from kvrail.values.layout import KVLayout
 from tests.engine.attention_cases import Case, poison
 
@@ -75,7 +74,7 @@ def close_case(
     layout = KVLayout(*shape, str(plain.keys.dtype).removeprefix("torch."))
     count = sum(taken) + 3
     closed = (
-        lossy_pages(layout, count, code_bits, device) if code_bits else ClosedPages(layout, count, 16 * count, device)
+        LossyPages(layout, count, code_bits, device) if code_bits else LosslessPages(layout, count, 16 * count, device)
     )
     closed.pages.fill_(0xFF)
     targets = list(range(count))
@@ -136,7 +135,7 @@ def check_kernels(
     else:
         keys, values = (pool.to(device) for pool in pools(page_size, dims, layers, heads))
     number = keys.shape[1]
-    closed = ClosedPages(KVLayout(layers, heads, *dims, page_size, "bfloat16"), number + 2, 1000, device)
+    closed = LosslessPages(KVLayout(layers, heads, *dims, page_size, "bfloat16"), number + 2, 1000, device)
     closed.pages.fill_(0xFF)
     sources = torch.arange(number, device=device)
     targets = torch.randperm(number + 2, generator=torch.Generator().manual_seed(0))[:number].to(device)
@@ -153,7 +152,7 @@ def check_kernels(
             assert np.array_equal(tile, wanted)
             if spare is not None:
                 units.add(unit)
-                assert np.array_equal(closed.spare[unit, : len(spare)].cpu().numpy(), spare)
+                assert np.array_equal(closed.shared[unit, : len(spare)].cpu().numpy(), spare)
     assert len(units) == 1000 - closed.free[0] > 0
     opened = [torch.full_like(pool, float("nan")) for pool in (keys, values)]
     closed.open(*opened, targets, sources)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvrail.engine.kv.lossless import cpu
+from kvrail.engine.kv.closed import cpu
+from kvrail.engine.kv.closed.forms import orders, page_bytes, unsupported
+from kvrail.engine.kv.closed.pages import LosslessPages
 from kvrail.engine.kv.lossless.form import RAW, SOME, TOKENS, Tile, base_places, places, supports
-from kvrail.engine.kv.lossless.pages import ClosedPages, orders, page_bytes, unsupported
 from kvrail.engine.kv.lossless.reference import close_tile, open_tile
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
@@ -45,7 +46,7 @@ def test_every_pattern(usual: int) -> None:
     patterns = np.arange(65536, dtype=np.uint16).reshape(2048, 4, 8)
     keys[0, :, at, :, at] = patterns.transpose(2, 0, 1)
     plain, pages = pages_of(keys), torch.arange(2048)
-    closed = ClosedPages(layout, 2048, 1 << 14, "cpu")
+    closed = LosslessPages(layout, 2048, 1 << 14, "cpu")
     assert closed.close(plain, plain.flip(1), pages, pages).sum() == 0
     assert closed.free[0] > 0  # some tiles are not raw
     opened = [torch.full_like(plain, 2.0) for _ in range(2)]
@@ -65,7 +66,7 @@ def test_sizes() -> None:
     assert Tile(128).bytes * 8 / (TOKENS * 128) == 12.1875
     assert Tile(64).bytes * 8 / (TOKENS * 64) == 12.25
     layout = KVLayout(36, 8, 128, 128, 64, "bfloat16")
-    assert page_bytes(layout) / layout.page_bytes == pytest.approx(12.1875 / 16)
+    assert page_bytes(layout, 0) / layout.page_bytes == pytest.approx(12.1875 / 16)
     for dim in DIMS:
         assert Tile(dim).bytes % 64 == 0  # every part of every tile can be loaded 16 bytes at a time
 
@@ -109,7 +110,7 @@ def test_kernels_do_what_the_reference_does(dims: tuple[int, int], page_size: in
 def test_spare_units_come_back() -> None:
     layout = KVLayout(2, 2, 64, 64, 64, "bfloat16")
     raw = pages_of(distributions((2, 3, 64, 2, 64))["random"])
-    closed = ClosedPages(layout, 4, 20, "cpu")
+    closed = LosslessPages(layout, 4, 20, "cpu")
     free = sorted(closed.free[1:-1].tolist())
     assert closed.close(raw, raw, torch.tensor([0, 1]), torch.tensor([2, 0])).sum() == 0
     assert closed.free[0] == 4
@@ -127,10 +128,10 @@ def test_what_has_no_form_is_refused() -> None:
         KVLayout(1, 1, 128, 128, 64, "float16"),
         KVLayout(1, 1, 128, 128, 16, "bfloat16"),
     ):
-        assert unsupported(layout)
+        assert unsupported(layout, 0)
         with pytest.raises(ConfigError, match="lossless"):
-            ClosedPages(layout, 1, 1, "cpu")
-    assert supports(128, "bfloat16") and orders(64, True)[0].dtype == np.int32
+            LosslessPages(layout, 1, 1, "cpu")
+    assert supports(128, "bfloat16") and orders(Tile(64), True)[0].dtype == np.int32
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before
 from kvrail.engine.attention import reference
 from kvrail.engine.attention.triton.decode_kernel import decode_attention
 from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention
-from kvrail.engine.kv.lossless import cuda
+from kvrail.engine.kv.closed import cuda
 from tests.engine.attention_cases import Case, make_case
 from tests.lossless.cases import check_kernels, close_case, distributions, pages_of
 

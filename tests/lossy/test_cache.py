@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from kvrail.engine.kv.closed.forms import CODE_BITS
+from kvrail.engine.kv.closed.pages import LossyPages
 from kvrail.engine.kv.closing_cache import LossyCache, PoolSize, size_that_fits
-from kvrail.engine.kv.lossy import CODE_BITS, lossy_pages
 from kvrail.transfer.streams import SideStream
 from kvrail.values.layout import KVLayout
 from kvrail.worker.pages import LeasedPages
@@ -43,7 +44,7 @@ def test_a_page_is_in_both_forms_until_its_open_slot_is_handed_out(form: str, bi
     assert slots.free == 1 and slots.is_open(2)
     slots.begin(7)
     assert not slots.is_open(2) and slots.is_closed(2) and slots.free == 0
-    wanted = lossy_pages(LAYOUT, 1, bits, "cpu")
+    wanted = LossyPages(LAYOUT, 1, bits, "cpu")
     first = torch.zeros(1, dtype=torch.int64)
     wanted.close(*(each[:, None].contiguous() for each in known), first, first)
     assert torch.equal(cache.closed.pages[:, 2], wanted.pages[:, 0])

@@ -6,7 +6,7 @@ import torch
 from kvrail import LLM, SamplingParams
 from kvrail.config.settings import DEMO_MODEL
 from kvrail.engine.attention import reference
-from kvrail.engine.kv.lossy import CODE_BITS
+from kvrail.engine.kv.closed.forms import CODE_BITS
 from kvrail.errors import ConfigError
 from tests.lossless.serving import demo_ids
 from tests.lossless.serving import requests as requests_of_all_kinds

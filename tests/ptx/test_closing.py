@@ -8,28 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from kvrail.engine.kv.closed.forms import FORMS
 from tests.ptx.compiled import emulated, in_a_child
-
-FORMS = {"lossless": 0, "int8": 8, "int4": 4, "kvcomp": 1, "rot3": 3}
-"""Bits of a code, see `kvrail.engine.kv.lossy`."""
 
 
 def close_and_open(form: str, dims: tuple[int, int], page_size: int) -> None:
     """In a process that compiles."""
-    from kvrail.engine.kv.fixed import cuda as fixed
-    from kvrail.engine.kv.kvcomp import cuda as kvcomp
-    from kvrail.engine.kv.lossless import cuda as lossless
-    from kvrail.engine.kv.rotated import cuda as rotated
+    from kvrail.engine.kv.closed import cuda
     from tests.fixed import cases as lossy
     from tests.lossless import cases
 
     # With fewer than four warps matrices are multiplied by each warp alone, as the emulator knows it.
     with emulated(**{"num_warps": 2} if form == "rot3" else {}):
         if form == "lossless":
-            cases.check_kernels(dims, page_size, "cpu", lossless, few=True)
+            cases.check_kernels(dims, page_size, "cpu", cuda, few=True)
         else:
-            kernels = {"kvcomp": kvcomp, "rot3": rotated}.get(form, fixed)
-            lossy.check_kernels(dims, page_size, FORMS[form], "cpu", kernels, few=True)
+            lossy.check_kernels(dims, page_size, FORMS[form], "cpu", cuda, few=True)
 
 
 def test_lossless_pages(cache: Path) -> None:

@@ -14,13 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrail.engine.kv.closed.forms import page_bytes
 from kvrail.engine.kv.fixed import form as fixed
 from kvrail.engine.kv.fixed.form import REFUSED
 from kvrail.engine.kv.fixed.reference import widened
 from kvrail.engine.kv.rotated.form import LARGEST, ROTATED, Tile, channel_places, code_places, signs
-from kvrail.engine.kv.rotated.pages import RotatedPages, page_bytes
 from kvrail.engine.kv.rotated.reference import channels_of, close_tile, open_tile, scales_of
-from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 from tests.fixed.cases import tiles
 from tests.lossless.cases import Bits, bits_of, distributions
@@ -163,7 +162,7 @@ def test_no_tile_looks_refused() -> None:
 def test_sizes() -> None:
     for dim, bits in ((64, 3.375), (128, 3.34375)):
         layout = KVLayout(36, 8, dim, dim, 64, "bfloat16")
-        assert 16 * page_bytes(layout) / layout.page_bytes == bits
+        assert 16 * page_bytes(layout, ROTATED) / layout.page_bytes == bits
     for dim in range(64, 513, 64):
         assert Tile(dim).bytes % 64 == 0 and np.array_equal(np.sort(code_places(dim)), np.arange(64 * dim))
         assert np.array_equal(np.sort(channel_places(dim)), np.arange(dim))
@@ -182,11 +181,6 @@ def golden() -> dict[str, str]:
 def test_golden_file() -> None:
     """`python -m tests.rotated.test_form` writes it."""
     assert golden() == json.loads(GOLDEN.read_text())
-
-
-def test_what_has_no_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rot3"):
-        RotatedPages(KVLayout(1, 1, 96, 96, 64, "bfloat16"), 1, ROTATED, "cpu")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ from kvrail.engine.attention.cpu_kernel import attend_units
 from kvrail.engine.attention.cpu_kernel_vectors import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.kv.fixed.pages import FixedLayer
+from kvrail.engine.kv.closed.pages import ClosedLayer
 from kvrail.engine.kv.formats import LayerPages
-from kvrail.engine.kv.kvcomp.pages import CodedLayer
-from kvrail.engine.kv.lossless.pages import ClosedLayer
 
 Units = npt.NDArray[np.int64]
 
@@ -143,7 +141,7 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="attention")
 
 
-def _closed(layer: ClosedLayer | FixedLayer | CodedLayer) -> tuple[object, ...]:
+def _closed(layer: ClosedLayer) -> tuple[object, ...]:
     """Closed pages as kernels take them."""
     pages, spare, unit_bytes = layer.arguments
     key_bytes, both = layer.tiles

@@ -144,7 +144,7 @@ def _open_block(closed, page, head, block, page_size, kv_heads, key_dim, value_d
         kvcomp_kernels.open_tile(closed[0], begin, value_dim, False, closed[1], closed[7], closed[8], block_values)
     elif closed[9] == _ROTATED:
         fixed_kernels.open_tile(closed[0], begin, key_dim, True, _KEY_BITS, closed[5], closed[6], block_keys)
-        rotated_kernels.open_tile(closed[0], begin + key_bytes, value_dim, closed[7], block_values)
+        rotated_kernels.open_tile(closed[0], begin + key_bytes, value_dim, closed[7], closed[8], block_values)
     elif closed[9]:
         fixed_kernels.open_tile(closed[0], begin, key_dim, True, closed[9], closed[5], closed[6], block_keys)
         begin += key_bytes

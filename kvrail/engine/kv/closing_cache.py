@@ -1,7 +1,7 @@
 """Pools that close full pages: lossless ones keep every bit in three quarters of the memory, lossy ones lose some.
 
 Open pages lie in `open_pages` slots of plain tensors, closed ones in slots of their form's own: see
-`kvrail.engine.kv.lossless` and `kvrail.engine.kv.lossy`. `PageSlots` says which page lies where. Work on closed pages
+`kvrail.engine.kv.closed`. `PageSlots` says which page lies where. Work on closed pages
 is enqueued on the stream of the steps.
 """
 
@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from kvrail.engine.kv import lossy
 from kvrail.engine.kv.cache import PagedCache, memory_for_pages
+from kvrail.engine.kv.closed.forms import CODE_BITS, FORMS, page_bytes, table_bytes, unsupported
+from kvrail.engine.kv.closed.pages import LosslessPages, LossyPages
 from kvrail.engine.kv.fixed.slots import FixedSlots
-from kvrail.engine.kv.lossless import pages as lossless
 from kvrail.engine.kv.lossless.form import TOKENS
 from kvrail.engine.kv.lossless.slots import LosslessSlots
-from kvrail.engine.kv.lossy import CODE_BITS
 from kvrail.engine.kv.slots import Closing, PageSlots
 from kvrail.errors import ConfigError, KvrailError
 from kvrail.values.layout import KVLayout
@@ -150,9 +149,9 @@ class LosslessCache(ClosingCache):
         slots = LosslessSlots(size.num_pages, size.open_pages)
         super().__init__(layout, size, slots, device)
         closed = slots.closed_slots
-        self.closed: lossless.ClosedPages = lossless.ClosedPages(layout, closed, units_for(layout, closed), device)
+        self.closed: LosslessPages = LosslessPages(layout, closed, units_for(layout, closed), device)
         self.num_units = len(self.closed.free) - 2
-        self.tensors |= {"closed": self.closed.pages, "spare": self.closed.spare}
+        self.tensors |= self.closed.tensors
 
     def where(self, pages: Sequence[int]) -> list[int]:
         """See PagedCache; -1 - slot of a closed page."""
@@ -204,7 +203,7 @@ class LossyCache(ClosingCache):
 
     def __init__(self, layout: KVLayout, size: PoolSize, device: torch.device | str) -> None:
         super().__init__(layout, size, FixedSlots(size.num_pages, size.open_pages), device)
-        self.closed = lossy.lossy_pages(layout, size.num_pages, CODE_BITS[size.form], device)
+        self.closed = LossyPages(layout, size.num_pages, CODE_BITS[size.form], device)
         self.tensors |= self.closed.tensors
 
     def where(self, pages: Sequence[int]) -> list[int]:
@@ -228,7 +227,7 @@ def closing_cache(layout: KVLayout, size: PoolSize, device: torch.device | str) 
 
 def refusal(form: str, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> str:
     """Why a model that computes in `dtype` on `device` cannot have pages closed in `form`; empty where it can."""
-    if why := lossy.unsupported(layout, CODE_BITS[form]) if form in CODE_BITS else lossless.unsupported(layout):
+    if why := unsupported(layout, FORMS[form]):
         return why
     if device.type == "cuda" and (dtype.itemsize != 2 or not {layout.key_dim, layout.value_dim} <= {64, 128}):
         return f"a GPU computes over {form} pages in 16 bits, heads of 64 or 128; not {layout.key_dim} in {dtype}"
@@ -259,15 +258,15 @@ def size_that_fits(
     plain = budget // layout.page_bytes
     wanted = layout.pages_for(max_model_len) + _OPEN_EACH[form] * max_running
     open_pages = max(min(wanted, plain * 3 // 4), plain // 16)
+    each = page_bytes(layout, FORMS[form])
     if form in CODE_BITS:
-        each = lossy.page_bytes(layout, CODE_BITS[form])
-        budget -= lossy.table_bytes(layout, CODE_BITS[form])
+        budget -= table_bytes(CODE_BITS[form])
         open_pages = min(open_pages, budget // (layout.page_bytes + each))
         closed = num_pages = (budget - open_pages * layout.page_bytes) // each
     else:
         unit = TOKENS * max(layout.key_dim, layout.value_dim)
         left = budget - open_pages * layout.page_bytes - unit * units_for(layout, 0)
-        closed = left // (lossless.page_bytes(layout) + -(-unit * _tiles(layout) // _TILES_PER_UNIT))
+        closed = left // (each + -(-unit * _tiles(layout) // _TILES_PER_UNIT))
         num_pages = open_pages + closed
     if open_pages < 2 or closed < 1:
         raise ConfigError(

@@ -33,7 +33,7 @@ class PageTensor:
 
 
 class KVFormat(Protocol):
-    """A form of pages at rest. What crosses a wire is the same for all forms. Those of `lossy` lose bits.
+    """A form of pages at rest. What crosses a wire is the same for all forms. Those of CODE_BITS lose bits.
 
     A form may keep full pages closed, in fewer bytes, and those that still change open: a sequence's last page, drafts,
     coarse stages. Its tensors are those of open pages, and its cache has more (`kvrail.engine.kv.closing_cache`).

@@ -5,15 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrail.engine.kv.fixed.pages import FixedLayer
+from kvrail.engine.kv.closed.forms import FORMS, page_bytes
+from kvrail.engine.kv.closed.pages import ClosedLayer
 from kvrail.engine.kv.format import KVFormat, PageTensor, PageTensors
-from kvrail.engine.kv.kvcomp.form import CODED
-from kvrail.engine.kv.kvcomp.pages import CodedLayer
-from kvrail.engine.kv.lossless.pages import ClosedLayer, page_bytes
-from kvrail.engine.kv.lossy import CODE_BITS
-from kvrail.engine.kv.lossy import page_bytes as lossy_page_bytes
-from kvrail.engine.kv.rotated.form import ROTATED
-from kvrail.engine.kv.rotated.pages import RotatedLayer
 from kvrail.values.layout import KVLayout
 
 
@@ -30,7 +24,7 @@ class LayerPages:
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
-    closed: ClosedLayer | FixedLayer | CodedLayer | None = None
+    closed: ClosedLayer | None = None
 
     @property
     def page_size(self) -> int:
@@ -127,59 +121,26 @@ class ScaledFormat(PlainFormat):
         return super().tensors(layout) | {"key_scales": scales, "value_scales": scales}
 
 
-class LosslessFormat(PlainFormat):
+class ClosedFormat(PlainFormat):
     """Plain pages, fewer than there are pages, and closed ones beside them: see `kvrail.engine.kv.closing_cache`."""
-
-    name = "lossless"
-
-    def page_bytes(self, layout: KVLayout) -> int:
-        """Bytes of a closed page over all layers, without spare units."""
-        return page_bytes(layout)
-
-    def layer(self, tensors: Sequence[torch.Tensor], index: int) -> LayerPages:
-        """Views of layer `index`. tensors: keys, values, closed pages, spare units."""
-        keys, values, closed, spare = tensors
-        dims = keys.shape[-1], values.shape[-1]
-        return LayerPages(keys[index], values[index], closed=ClosedLayer(closed[index], spare, *dims))
-
-
-class FixedFormat(PlainFormat):
-    """Plain pages, and beside them closed ones of `bits` bits a value, or ROTATED ones."""
 
     def __init__(self, name: str, bits: int) -> None:
         self.name, self._bits = name, bits
 
     def page_bytes(self, layout: KVLayout) -> int:
-        """Bytes of a closed page over all layers."""
-        return lossy_page_bytes(layout, self._bits)
+        """Bytes of a closed page over all layers, without spare units."""
+        return page_bytes(layout, self._bits)
 
     def layer(self, tensors: Sequence[torch.Tensor], index: int) -> LayerPages:
-        """Views of layer `index`. tensors: keys, values, closed pages."""
-        keys, values, closed = tensors
-        dims, page_size = (keys.shape[-1], values.shape[-1]), keys.shape[2]
-        kind = RotatedLayer if self._bits == ROTATED else FixedLayer
-        return LayerPages(keys[index], values[index], closed=kind(closed[index], *dims, self._bits, page_size))
+        """Views of layer `index`. tensors: keys, values, closed pages, and what their layers share."""
+        keys, values, closed, *shared = tensors
+        dims = keys.shape[-1], values.shape[-1]
+        layer = ClosedLayer(closed[index], shared[0] if shared else None, *dims, self._bits)
+        return LayerPages(keys[index], values[index], closed=layer)
 
 
-class CodedFormat(PlainFormat):
-    """Plain pages, and beside them closed ones in KVComp's form."""
-
-    name = "kvcomp"
-
-    def page_bytes(self, layout: KVLayout) -> int:
-        """Bytes of a closed page over all layers."""
-        return lossy_page_bytes(layout, CODED)
-
-    def layer(self, tensors: Sequence[torch.Tensor], index: int) -> LayerPages:
-        """Views of layer `index`. tensors: keys, values, closed pages, tables of codes."""
-        keys, values, closed, tables = tensors
-        dims, page_size = (keys.shape[-1], values.shape[-1]), keys.shape[2]
-        return LayerPages(keys[index], values[index], closed=CodedLayer(closed[index], tables, *dims, page_size))
-
-
-_FIXED = tuple(FixedFormat(name, bits) for name, bits in CODE_BITS.items() if bits != CODED)
 FORMATS: dict[str, KVFormat] = {
-    form.name: form for form in (PlainFormat(), ScaledFormat(), LosslessFormat(), *_FIXED, CodedFormat())
+    form.name: form for form in (PlainFormat(), ScaledFormat(), *(ClosedFormat(*each) for each in FORMS.items()))
 }
 """By name."""
 

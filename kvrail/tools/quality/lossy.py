@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from kvrail.codec.base import Codec, PagedBlock
-from kvrail.engine.kv.lossy import CODE_BITS, lossy_pages, page_bytes
+from kvrail.engine.kv.closed.forms import CODE_BITS, page_bytes
+from kvrail.engine.kv.closed.pages import LossyPages
 from kvrail.values.layout import KVLayout
 
 
@@ -51,7 +52,7 @@ class AtRest:
             return 8.0 * keys.element_size()
         bits = CODE_BITS[self.form]
         chosen = pages.page_index()[1:]
-        closed = lossy_pages(self.layout, len(chosen), bits, keys.device)
+        closed = LossyPages(self.layout, len(chosen), bits, keys.device)
         places = torch.arange(len(chosen), device=keys.device)
         taken = closed.close(keys, values, chosen, places) == 0
         closed.open(keys, values, places[taken], chosen[taken])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrail.codec import registry
-from kvrail.engine.kv.lossy import CODE_BITS, unsupported
+from kvrail.engine.kv.closed.forms import CODE_BITS, unsupported
 from kvrail.engine.model.loader import load_model
 from kvrail.errors import ConfigError
 from kvrail.text.samples import read_samples

@@ -12,7 +12,7 @@ from numba import int32, int64, njit, types, uint8, uint16, void
 from kvrail.codec.core.cpu_compile import compiled, version_of
 from kvrail.engine.kv.fixed import form
 from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
-from kvrail.engine.kv.lossless.cpu_kernels import pair_at, word_at
+from kvrail.engine.kv.lossless.cpu_kernels import tiles_of, word_at
 from kvrail.engine.kv.lossless.form import TOKENS
 
 _REFUSED, _NO_SCALE = form.REFUSED, form.NO_SCALE
@@ -48,6 +48,14 @@ def nearest(both, parts):
     odd = parts[0] >> np.uint64(_DROPPED) & np.uint64(1)
     parts[0] = (parts[0] + np.uint64((1 << (_DROPPED - 1)) - 1) + odd) >> np.uint64(_DROPPED) << np.uint64(_DROPPED)
     return np.float32(both[0])
+
+
+@njit(nogil=True)
+def put_tile(tile, dim, out, at, row):
+    """Write a tile of bfloat16, as float32, from value `at` of `out` on; row: values from token to token."""
+    words = tile.view(np.uint32)
+    for place in range(TOKENS * dim):
+        out[at + place // dim * row + place % dim] = words[place] >> np.uint32(16)
 
 
 @njit(nogil=True)
@@ -129,7 +137,7 @@ def open_tile(closed, at, dim, keys, bits, order, rows, out):
 _data, _bits, _ids, _orders = (
     types.Array(kind, 1, "C") for kind in (uint8, uint16, int64, int32)
 )  # as every argument below
-_arguments = (int64, int64, int64, int64, int64, int64, int64, _orders, _orders)
+_arguments = (int64, int64, int64, int64, int64, _orders, _orders, int64, int64)
 
 
 def _closing(version):
@@ -137,39 +145,27 @@ def _closing(version):
 
     @compiled(void(_bits, _ids, _data, _ids, *_arguments))
     def close_tiles(
-        source, sources, closed, targets, page_size, kv_heads, dim, keys, bits, tile_begin, pair_bytes, order, rows,
+        source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, bits,
     ):  # fmt: skip
         """Close the keys, or the values, of plain pages `sources` into closed pages `targets`.
 
         source: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. tile_begin: where
         the first tile begins in a page; pair_bytes: of both tiles of a head and block.
         """
-        blocks, tile = page_size // TOKENS, np.empty(TOKENS * dim, np.float32)
+        tile = np.empty(TOKENS * dim, np.float32)
         scales, offsets = np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
-        for i in range(len(sources) + (0 & version)):
-            for head in range(kv_heads):
-                for block in range(blocks):
-                    at = ((sources[i] * page_size + block * TOKENS) * kv_heads + head) * dim
-                    to = pair_at(targets[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
-                    _close_tile(
-                        source, at, kv_heads * dim, dim, keys, bits, order, rows, closed, to, tile, scales, offsets
-                    )
+        for at, to in tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
+            _close_tile(source, at, kv_heads * dim, dim, keys, bits, order, rows, closed, to, tile, scales, offsets)
 
     @compiled(void(_data, _ids, _bits, _ids, *_arguments))
     def open_tiles(
-        closed, sources, target, targets, page_size, kv_heads, dim, keys, bits, tile_begin, pair_bytes, order, rows,
+        closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, bits,
     ):  # fmt: skip
         """Open the keys, or the values, of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
-        blocks, tile = page_size // TOKENS, np.empty(TOKENS * dim, np.float32)
-        words = tile.view(np.uint32)
-        for i in range(len(sources) + (0 & version)):
-            for head in range(kv_heads):
-                for block in range(blocks):
-                    at = pair_at(sources[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
-                    to = ((targets[i] * page_size + block * TOKENS) * kv_heads + head) * dim
-                    open_tile(closed, at, dim, keys, bits, order, rows, tile)
-                    for place in range(TOKENS * dim):
-                        target[to + place // dim * kv_heads * dim + place % dim] = words[place] >> np.uint32(16)
+        tile = np.empty(TOKENS * dim, np.float32)
+        for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
+            open_tile(closed, at, dim, keys, bits, order, rows, tile)
+            put_tile(tile, dim, target, to, kv_heads * dim)
 
     return close_tiles, open_tiles
 

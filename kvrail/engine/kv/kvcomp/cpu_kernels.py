@@ -13,10 +13,10 @@ from numba import float32, int32, int64, njit, types, uint8, uint16, void
 from kvrail.codec.core.cpu_compile import compiled, version_of
 from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
 from kvrail.engine.kv.fixed import form as fixed_form
-from kvrail.engine.kv.fixed.cpu_kernels import OF_SCALE, SHRUNK, nearest, put, read_steps
+from kvrail.engine.kv.fixed.cpu_kernels import OF_SCALE, SHRUNK, nearest, put, put_tile, read_steps
 from kvrail.engine.kv.kvcomp import form
 from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
-from kvrail.engine.kv.lossless.cpu_kernels import pair_at
+from kvrail.engine.kv.lossless.cpu_kernels import tiles_of
 from kvrail.engine.kv.lossless.form import TOKENS
 
 _REFUSED, _NO_SCALE = fixed_form.REFUSED, fixed_form.NO_SCALE
@@ -213,48 +213,38 @@ def _closing(version):
         keys, values: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. shares, tops:
         of keys' two codes, then of values. room: units of streams that a pair has room for.
         """
-        blocks, tile = page_size // TOKENS, np.empty(TOKENS * max(key_dim, value_dim), np.float32)
+        tile = np.empty(TOKENS * max(key_dim, value_dim), np.float32)
         of_keys, of_values = _scratch(key_dim, key_dim), _scratch(value_dim, TOKENS)
         key_bytes = 4 * key_dim + _LANES + _HEAD
         begin = 2 * (key_bytes + 4 * TOKENS + _LANES + _HEAD)
-        for i in range(len(sources) + (0 & version)):
-            for head in range(kv_heads):
-                for block in range(blocks):
-                    at = (sources[i] * page_size + block * TOKENS) * kv_heads + head
-                    to = pair_at(targets[i], head, block, kv_heads, blocks, pair_bytes)
-                    closed[to : to + pair_bytes] = 0
-                    second = _code_values(
-                        values, at * value_dim, kv_heads * value_dim, value_dim, shares, tops, codes, value_order,
-                        value_rows, tile, of_values,
-                    )  # fmt: skip
-                    first = _code_keys(
-                        keys, at * key_dim, kv_heads * key_dim, key_dim, shares, tops, codes, key_order, key_rows,
-                        tile, of_keys, room - second[1],
-                    )  # fmt: skip
-                    _write_tile(closed, to, begin, first, key_dim, codes, 0, key_rows, of_keys)
-                    _write_tile(
-                        closed, to + key_bytes, begin + first[1] - 2 * key_bytes, second, value_dim, codes,
-                        2 * _SYMBOLS, value_rows, of_values,
-                    )  # fmt: skip
+        for at, to in tiles_of(sources, targets, page_size, kv_heads, 1, 0, pair_bytes + (0 & version)):
+            closed[to : to + pair_bytes] = 0
+            second = _code_values(
+                values, at * value_dim, kv_heads * value_dim, value_dim, shares, tops, codes, value_order,
+                value_rows, tile, of_values,
+            )  # fmt: skip
+            first = _code_keys(
+                keys, at * key_dim, kv_heads * key_dim, key_dim, shares, tops, codes, key_order, key_rows,
+                tile, of_keys, room - second[1],
+            )  # fmt: skip
+            _write_tile(closed, to, begin, first, key_dim, codes, 0, key_rows, of_keys)
+            _write_tile(
+                closed, to + key_bytes, begin + first[1] - 2 * key_bytes, second, value_dim, codes,
+                2 * _SYMBOLS, value_rows, of_values,
+            )  # fmt: skip
 
-    @compiled(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, _orders, _orders, _data, int64, int64))
+    @compiled(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _orders, _orders, int64, _data))
     def open_tiles(
-        closed, sources, target, targets, page_size, kv_heads, dim, keys, order, rows, tables, part_begin, pair_bytes
+        closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, tables
     ):
         """Open the keys, or the values, of closed pages `sources` into plain pages `targets`: see `close_pairs`.
 
-        part_begin: where their part begins in a pair.
+        tile_begin: where their part begins in a pair.
         """
-        blocks, tile = page_size // TOKENS, np.empty(TOKENS * dim, np.float32)
-        words = tile.view(np.uint32)
-        for i in range(len(sources) + (0 & version)):
-            for head in range(kv_heads):
-                for block in range(blocks):
-                    at = pair_at(sources[i], head, block, kv_heads, blocks, pair_bytes) + part_begin
-                    to = ((targets[i] * page_size + block * TOKENS) * kv_heads + head) * dim
-                    open_tile(closed, at, dim, keys, tables, order, rows, tile)
-                    for place in range(TOKENS * dim):
-                        target[to + place // dim * kv_heads * dim + place % dim] = words[place] >> np.uint32(16)
+        tile = np.empty(TOKENS * dim, np.float32)
+        for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
+            open_tile(closed, at, dim, keys, tables, order, rows, tile)
+            put_tile(tile, dim, target, to, kv_heads * dim)
 
     return close_pairs, open_tiles
 

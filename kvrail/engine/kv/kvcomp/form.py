@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from kvrail.codec.papers.kvcomp.codebook import codes_of
 from kvrail.codec.papers.kvcomp.format import CHANNEL_CODE, SLACK, Granularity, TensorCode
+from kvrail.engine.kv.fixed.form import NO_SCALE
 from kvrail.engine.kv.lossless.form import TOKENS, places
 
 CODED = 1
@@ -87,6 +88,11 @@ class Part:
     def bytes(self) -> int:
         """Bytes of the part."""
         return self.head + HEAD_BYTES
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Where 16 bits say that the tile was refused, and by which number: the first scale."""
+        return 0, NO_SCALE
 
     @property
     def symbols(self) -> int:

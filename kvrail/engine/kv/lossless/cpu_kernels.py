@@ -164,6 +164,17 @@ def pair_at(page, head, block, kv_heads, blocks, pair_bytes):
     return ((page * kv_heads + head) * blocks + block) * pair_bytes
 
 
+@njit(nogil=True)
+def tiles_of(plain, closed, page_size, kv_heads, dim, tile_begin, pair_bytes):
+    """Yield where each tile of plain pages begins, in values, and where the same of closed pages does, in bytes."""
+    blocks = page_size // TOKENS
+    for i in range(len(plain)):
+        for head in range(kv_heads):
+            for block in range(blocks):
+                at = ((plain[i] * page_size + block * TOKENS) * kv_heads + head) * dim
+                yield at, pair_at(closed[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
+
+
 _data, _bits, _ids, _orders = (
     types.Array(kind, 1, "C") for kind in (uint8, uint16, int64, int32)
 )  # as every argument below
@@ -178,13 +189,9 @@ def close_tiles(
     source: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. tile_begin: where the
     first tile begins in a page; pair_bytes: of both tiles of a head and block.
     """
-    blocks, bases = page_size // TOKENS, np.empty(dim, np.uint8)
-    for i in range(len(sources)):
-        for head in range(kv_heads):
-            for block in range(blocks):
-                at = ((sources[i] * page_size + block * TOKENS) * kv_heads + head) * dim
-                to = pair_at(targets[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
-                _close_tile(source, at, kv_heads * dim, dim, order, channels, closed, to, bases)
+    bases = np.empty(dim, np.uint8)
+    for at, to in tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes):
+        _close_tile(source, at, kv_heads * dim, dim, order, channels, closed, to, bases)
 
 
 @compiled(
@@ -198,13 +205,9 @@ def keep_raw_tiles(
 
     units: those of the tiles of each page, or -1: the tile is not raw, or got none.
     """
-    blocks = page_size // TOKENS
-    for number in range(len(units)):
-        page, head, block = number // (kv_heads * blocks), number // blocks % kv_heads, number % blocks
+    for number, (at, to) in enumerate(tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes)):
         if units[number] < 0:
             continue
-        at = ((sources[page] * page_size + block * TOKENS) * kv_heads + head) * dim
-        to = pair_at(targets[page], head, block, kv_heads, blocks, pair_bytes) + tile_begin
         for place in range(TOKENS * dim):
             token, channel = order[place] // dim, order[place] % dim
             high = source[at + token * kv_heads * dim + channel] >> 8
@@ -221,15 +224,10 @@ def open_tiles(
     unit_bytes,
 ):  # fmt: skip
     """Open the keys, or the values, of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
-    blocks = page_size // TOKENS
     bases, high = np.empty(dim, np.uint8), np.empty(TOKENS * dim, np.uint8)
-    for i in range(len(sources)):
-        for head in range(kv_heads):
-            for block in range(blocks):
-                at = pair_at(sources[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
-                to = ((targets[i] * page_size + block * TOKENS) * kv_heads + head) * dim
-                open_high(closed, at, dim, order, channels, spare, unit_bytes, bases, high)
-                for place in range(TOKENS * dim):
-                    token, channel = order[place] // dim, order[place] % dim
-                    bits = np.uint16(high[place]) << np.uint16(8) | np.uint16(closed[at + place])
-                    target[to + token * kv_heads * dim + channel] = bits
+    for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes):
+        open_high(closed, at, dim, order, channels, spare, unit_bytes, bases, high)
+        for place in range(TOKENS * dim):
+            token, channel = order[place] // dim, order[place] % dim
+            bits = np.uint16(high[place]) << np.uint16(8) | np.uint16(closed[at + place])
+            target[to + token * kv_heads * dim + channel] = bits

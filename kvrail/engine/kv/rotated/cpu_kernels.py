@@ -1,6 +1,6 @@
 """Closing and opening of values on a CPU, for numba's compiled code: bit for bit what `reference` does.
 
-Arrays are flat. `order` is `form.code_places`.
+Arrays are flat. `order` and `channels` are `form.code_places` and `form.channel_places`.
 """
 
 # What numba compiles has no types that mypy can follow.
@@ -12,9 +12,9 @@ from numba import int32, int64, njit, types, uint8, uint16, void
 from kvrail.codec.core.cpu_compile import compiled, version_of
 from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
 from kvrail.engine.kv.fixed import form as fixed_form
-from kvrail.engine.kv.fixed.cpu_kernels import nearest
+from kvrail.engine.kv.fixed.cpu_kernels import nearest, put_tile
 from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
-from kvrail.engine.kv.lossless.cpu_kernels import pair_at, word_at
+from kvrail.engine.kv.lossless.cpu_kernels import tiles_of, word_at
 from kvrail.engine.kv.lossless.form import TOKENS
 from kvrail.engine.kv.rotated import form
 
@@ -37,12 +37,6 @@ def _sign(channel):
     """Whether a channel changes its sign before the transform."""
     bits = channel & (channel >> 1) & 21
     return (bits ^ bits >> 2 ^ bits >> 4) & 1
-
-
-@njit(nogil=True)
-def _place(channel, dim):
-    """Which of the means is a channel's."""
-    return channel // 2 % 4 * (dim // 4) + channel // 16 * 4 + channel % 2 * 2 + channel // 8 % 2
 
 
 @njit(nogil=True)
@@ -136,7 +130,7 @@ def _code(z, dim, norm, codes, at):
 
 
 @njit(nogil=True)
-def _close_tile(source, at, row, dim, order, out, to, fixed, codes):
+def _close_tile(source, at, row, dim, order, channels, out, to, fixed, codes):
     """Close the tile of `source` that begins at `at` into `out` from byte `to` on.
 
     row: values from token to token. fixed: int64 [64 * dim]; codes: uint8 [64 * dim]; both scratch.
@@ -145,8 +139,8 @@ def _close_tile(source, at, row, dim, order, out, to, fixed, codes):
     last, refused = _read(source, at, row, dim, fixed)
     largest = _channels(fixed, dim, units, means)
     begin = to + TOKENS * dim // 4
-    for channel in range(dim):
-        out[begin + _place(channel, dim)] = (means[channel] & 31) | (largest - units[channel]) << 5
+    for i in range(dim):
+        out[begin + i] = (means[channels[i]] & 31) | (largest - units[channels[i]]) << 5
     exponent = largest + last + _BIAS
     for token in range(TOKENS):
         norm = _rotate(fixed, token * dim, dim, units, means, z)
@@ -160,7 +154,7 @@ def _close_tile(source, at, row, dim, order, out, to, fixed, codes):
 
 
 @njit(nogil=True)
-def open_tile(closed, at, dim, order, out):
+def open_tile(closed, at, dim, order, channels, out):
     """out[64 * dim] = the tile at byte `at` of `closed`, in float32, a token a row."""
     levels, means = np.empty(TOKENS * dim, np.int64), at + TOKENS * dim // 4
     for number in range(TOKENS * dim // 16):
@@ -171,8 +165,8 @@ def open_tile(closed, at, dim, order, out):
     for bit in range(8):
         exponent += (int64(closed[means + dim + bit]) >> 7) << bit
     units, offsets = np.empty(dim, np.float64), np.empty(dim, np.float64)
-    for channel in range(dim):
-        byte = int64(closed[means + _place(channel, dim)])
+    for i in range(dim):
+        channel, byte = channels[i], int64(closed[means + i])
         units[channel] = 2.0 ** (exponent - (byte >> 5))
         offsets[channel] = np.float64(((byte & 31) ^ 16) - 16) / 2
     both, scales = np.empty(1, np.float64), np.zeros(1, np.float32)
@@ -196,31 +190,22 @@ _data, _bits, _ids, _order = (types.Array(kind, 1, "C") for kind in (uint8, uint
 def _closing(version):
     """The kernels; `version`, of the files that they take functions from, they only close over: see `compiled`."""
 
-    @compiled(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _order))
-    def close_tiles(source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order):
+    @compiled(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _order, _order))
+    def close_tiles(
+        source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels
+    ):
         """Close the values of plain pages `sources` into closed pages `targets`: see `fixed.cpu_kernels`."""
-        blocks, fixed = page_size // TOKENS, np.empty(TOKENS * dim, np.int64)
-        codes = np.empty(TOKENS * dim, np.uint8)
-        for i in range(len(sources) + (0 & version)):
-            for head in range(kv_heads):
-                for block in range(blocks):
-                    at = ((sources[i] * page_size + block * TOKENS) * kv_heads + head) * dim
-                    to = pair_at(targets[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
-                    _close_tile(source, at, kv_heads * dim, dim, order, closed, to, fixed, codes)
+        fixed, codes = np.empty(TOKENS * dim, np.int64), np.empty(TOKENS * dim, np.uint8)
+        for at, to in tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
+            _close_tile(source, at, kv_heads * dim, dim, order, channels, closed, to, fixed, codes)
 
-    @compiled(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _order))
-    def open_tiles(closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order):
+    @compiled(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _order, _order))
+    def open_tiles(closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels):
         """Open the values of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
-        blocks, tile = page_size // TOKENS, np.empty(TOKENS * dim, np.float32)
-        words = tile.view(np.uint32)
-        for i in range(len(sources) + (0 & version)):
-            for head in range(kv_heads):
-                for block in range(blocks):
-                    at = pair_at(sources[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
-                    to = ((targets[i] * page_size + block * TOKENS) * kv_heads + head) * dim
-                    open_tile(closed, at, dim, order, tile)
-                    for place in range(TOKENS * dim):
-                        target[to + place // dim * kv_heads * dim + place % dim] = words[place] >> np.uint32(16)
+        tile = np.empty(TOKENS * dim, np.float32)
+        for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
+            open_tile(closed, at, dim, order, channels, tile)
+            put_tile(tile, dim, target, to, kv_heads * dim)
 
     return close_tiles, open_tiles
 
