@@ -1,6 +1,7 @@
 """What codecs on a CPU share: pages as bytes, work on several threads, and payloads that are there already."""
 
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,12 @@ class CpuEncoding:
     def stats(self) -> EncodingStats:
         """What it came to."""
         return self.totals
+
+
+def usable_cores(most: int) -> int:
+    """Cores that this process may use, at most `most`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(most, cores)
 
 
 def byte_pools(pages: PagedBlock) -> list[Bytes]:

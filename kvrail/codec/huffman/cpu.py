@@ -13,6 +13,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as digest
 
 from kvrail.codec.base import CodecError
+from kvrail.codec.core.cpu import usable_cores
 from kvrail.codec.huffman.cpu_block_kernels import STREAMS
 from kvrail.codec.huffman.cpu_chunk_kernels import (
     HELD,
@@ -97,8 +98,8 @@ def _core() -> int:
 
 
 def default_threads() -> int:
-    """The number of threads where none is given: the cores this process may use, eight at most."""
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    """The number of threads where none is given."""
+    return usable_cores(_MAX_THREADS)
 
 
 def fresh(size: int) -> Bytes:

@@ -69,10 +69,10 @@ def attend_pages(
     """The operator's computation without its own cost, for CPUs, where nothing is compiled."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     layer_pages = FORMATS[page_format].layer(pages, int(layer[0]))
-    return _ATTENTION[page_format](query.device)(q, k, v, layer_pages, meta, options)[None]
+    return _attention(query.device)(q, k, v, layer_pages, meta, options)[None]
 
 
-def _over_elements(device: torch.device) -> PageAttention:
+def _attention(device: torch.device) -> PageAttention:
     """Attention over kvrail.engine.kv.formats.LayerPages."""
     if device.type == "cuda":
         from kvrail.engine.attention import cuda  # needs triton, which a CPU worker does not
@@ -81,7 +81,3 @@ def _over_elements(device: torch.device) -> PageAttention:
     from kvrail.engine.attention import cpu  # compiles kernels, which a CUDA worker does not need
 
     return cpu.paged_attention
-
-
-_ATTENTION: dict[str, Callable[[torch.device], PageAttention]] = {name: _over_elements for name in FORMATS}
-"""The attention of each form of pages on a device."""

@@ -1,8 +1,8 @@
 """What a page of the KV cache is made of: the contract that a form of pages meets.
 
 A form keeps a page as named tensors. The pool allocates them, attention takes one layer of them, transfers take them as
-a codec's block. `kvrail.engine.kv.formats` has the forms that there are, and `kvrail.engine.attention.op` which
-attention computes over which of them.
+a codec's block. `kvrail.engine.kv.formats` has the forms that there are, and `kvrail.engine.attention.op`
+which attention computes over them.
 """
 
 import math

@@ -22,10 +22,9 @@ LEAST_PART_BYTES = 1 << 20
 """A payload has at least as many bytes for each connection that it uses."""
 
 _ADDRESS = struct.Struct(f"!BH{SECRET_BYTES}s")
-_HELLO = struct.Struct(f"!{len(MAGIC)}s{SECRET_BYTES}sQBB")
-_SEALED_HELLO = struct.Struct(f"!{len(SEALED_MAGIC)}s{NAME_BYTES}s{SALT_BYTES}sBB")
+_HELLO = struct.Struct(f"!{len(MAGIC)}s{SECRET_BYTES + KEY.size}sBB")
 HELLO_BYTES = _HELLO.size
-assert _SEALED_HELLO.size == HELLO_BYTES
+assert SECRET_BYTES + KEY.size == NAME_BYTES + SALT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +82,19 @@ FIRST = Place()
 
 def hello(secret: bytes, key: int, place: Place = FIRST) -> bytes:
     """What a receiver says first on a connection."""
-    return _HELLO.pack(MAGIC, secret, key, place.number, place.count)
-
-
-def read_hello(data: bytes) -> tuple[bytes, int, Place] | None:
-    """The secret, the key and the place of a hello, or None where it is none."""
-    magic, secret, key, number, count = _HELLO.unpack(data)
-    place = Place.read(number, count)
-    return (secret, key, place) if magic == MAGIC and place else None
+    return _HELLO.pack(MAGIC, secret + KEY.pack(key), place.number, place.count)
 
 
 def sealed_hello(name: bytes, salt: bytes, place: Place = FIRST) -> bytes:
     """What a receiver says first where what follows is encrypted."""
-    return _SEALED_HELLO.pack(SEALED_MAGIC, name, salt, place.number, place.count)
+    return _HELLO.pack(SEALED_MAGIC, name + salt, place.number, place.count)
 
 
-def read_sealed_hello(data: bytes) -> tuple[bytes, bytes, Place] | None:
-    """The name, the salt and the place of such a hello, or None where it is none."""
-    magic, name, salt, number, count = _SEALED_HELLO.unpack(data)
+def read_hello(magic: bytes, data: bytes) -> tuple[bytes, Place] | None:
+    """What proves a receiver, and the place of its connection; None where this is no hello of the kind of `magic`."""
+    found, proof, number, count = _HELLO.unpack(data)
     place = Place.read(number, count)
-    return (name, salt, place) if magic == SEALED_MAGIC and place else None
+    return (proof, place) if found == magic and place else None
 
 
 def parts_of(size: int, connections: int) -> list[slice]:

@@ -18,12 +18,15 @@ from kvrail.transport.tcp.connection import Connection
 from kvrail.transport.tcp.ends import TcpReceiver, TcpSender
 from kvrail.transport.tcp.messages import (
     HELLO_BYTES,
+    KEY,
+    MAGIC,
+    NAME_BYTES,
+    SEALED_MAGIC,
     SECRET_BYTES,
     Address,
     Place,
     hello,
     read_hello,
-    read_sealed_hello,
     sealed_hello,
 )
 from kvrail.transport.tcp.sealed import Keys, SealedStream, name_of, new_salt
@@ -240,7 +243,8 @@ class TcpTransport:
         try:
             async with asyncio.timeout(self._timeouts.hello_s):
                 said = await _first_bytes(sock, HELLO_BYTES)
-                found = self._sealed_hello(said) if self._sealed else self._plain_hello(said)
+                read = read_hello(SEALED_MAGIC if self._sealed else MAGIC, said)
+                found = self._proven(*read) if read else None
                 if found is None or not found[0].takes(found[2]):
                     return False
                 stream = await self._wrap(sock, None)
@@ -253,18 +257,13 @@ class TcpTransport:
         sender.connect(place, Connection(stream if keys is None else SealedStream(stream, keys, receiver=False)))
         return True
 
-    def _plain_hello(self, said: bytes) -> _Found | None:
-        """The sender that waits for a peer with this hello."""
-        read = read_hello(said)
-        if read is None or not hmac.compare_digest(read[0], self._secret) or read[1] not in self._senders:
-            return None
-        return self._senders[read[1]], None, read[2]
-
-    def _sealed_hello(self, said: bytes) -> _Found | None:
-        """The sender that is named, and the keys by which what follows on its connection is encrypted."""
-        if (read := read_sealed_hello(said)) is None:
-            return None
-        name, salt, place = read
+    def _proven(self, proof: bytes, place: Place) -> _Found | None:
+        """The sender that a hello names, and the keys by which what follows is encrypted, where it is."""
+        if not self._sealed:
+            secret, (key,) = proof[:SECRET_BYTES], KEY.unpack(proof[SECRET_BYTES:])
+            known = hmac.compare_digest(secret, self._secret) and key in self._senders
+            return (self._senders[key], None, place) if known else None
+        name, salt = proof[:NAME_BYTES], proof[NAME_BYTES:]
         for key, sender in self._senders.items():
             if hmac.compare_digest(name_of(self._secret, key, place), name):
                 return sender, Keys.derive(self._secret, key, salt), place

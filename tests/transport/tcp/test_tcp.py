@@ -19,6 +19,8 @@ from kvrail.transport.tcp.connection import Connection, stopped
 from kvrail.transport.tcp.messages import (
     FIRST,
     HELLO_BYTES,
+    KEY,
+    MAGIC,
     SIZE,
     Address,
     hello,
@@ -276,7 +278,7 @@ class FakeSender:
         sock, _ = self._listener.accept()
         with sock:
             said = sock.recv(HELLO_BYTES + SIZE.size, socket.MSG_WAITALL)
-            assert read_hello(said[:HELLO_BYTES]) == (bytes(32), 5, FIRST)
+            assert read_hello(MAGIC, said[:HELLO_BYTES]) == (bytes(32) + KEY.pack(5), FIRST)
             for part in answer:
                 sock.sendall(part)
             while sock.recv(100):

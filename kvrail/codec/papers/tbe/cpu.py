@@ -1,6 +1,5 @@
 """Weights to TCA-TBE and back on a CPU's cores: the offline compressor of ZipServ's algorithm 1."""
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from kvrail.codec.base import CodecError
+from kvrail.codec.core.cpu import usable_cores
 from kvrail.codec.papers.tbe.cpu_kernels import count_bits, count_exponents, fill_blocks, map_blocks, read_blocks
 from kvrail.codec.papers.tbe.format import (
     BLOCK,
@@ -150,9 +150,7 @@ def _laid_out(counts: Counts) -> tuple[npt.NDArray[np.int32], Counts, tuple[int,
 
 def _in_shares(count: int, work: Callable[[int, int], None]) -> None:
     """`work(begin, end)` for all of `count`, on the cores that this process may use."""
-    threads = min(
-        _MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    threads = usable_cores(_MAX_THREADS)
     step = max(1, -(-count // (threads * _SHARES)))
     begins = range(0, count, step)
     with ThreadPoolExecutor(threads) as pool:

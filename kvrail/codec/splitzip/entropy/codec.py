@@ -11,20 +11,15 @@ from kvrail.codec.core.backend import backend_of
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 
 _PACKAGE = "kvrail.codec.splitzip.entropy"
+_CODE = WindowCode(4, per_channel=True, chunk=4096)
 
 
 class AnsCodec(Codec):
-    """Sixteen exponents below the largest of each channel in each page, the codes coded by rANS; on CPU and CUDA.
-
-    chunk: values of a tile at most.
-    """
+    """Sixteen exponents below the largest of each channel in each page, the codes coded by rANS; on CPU and CUDA."""
 
     name = "splitzip-ans"
     dtypes = frozenset(FORMATS)
     device_payloads = True
-
-    def __init__(self, chunk: int = 4096) -> None:
-        self._code = WindowCode(4, per_channel=True, chunk=chunk)
 
     def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
         """Launch the encoding on CUDA, on the current stream; `stages` completes it. On a CPU encode at once.
@@ -36,9 +31,9 @@ class AnsCodec(Codec):
         check_dtype(self, pages)
         backend = backend_of(_PACKAGE, pages.device)
         encoding: Encoding = (
-            backend.AnsEncoding(pages, self._code, on_device)
+            backend.AnsEncoding(pages, _CODE, on_device)
             if pages.device.type == "cuda"
-            else backend.encode(pages, self._code)
+            else backend.encode(pages, _CODE)
         )
         return encoding
 
@@ -49,4 +44,4 @@ class AnsCodec(Codec):
         """
         check_stage(self, stage, payloads)
         check_dtype(self, out)
-        backend_of(_PACKAGE, out.device).decode(payloads[0], self._code, out)
+        backend_of(_PACKAGE, out.device).decode(payloads[0], _CODE, out)

@@ -11,7 +11,8 @@ from kvrail.codec.core.gpu import byte_pools
 from kvrail.codec.core.sections import aligned
 from kvrail.codec.splitzip.one_stage.gpu_kernels import tiles_kernel
 from kvrail.codec.splitzip.tiles.gpu_launch import (
-    TUNING,
+    DECODE_WORDS,
+    ENCODE_WORDS,
     EncodeBuffers,
     Plans,
     gather_scales,
@@ -34,7 +35,7 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
     if sum(tiles):
         slots = [(slot.records, slot.extensions) for slot in buffers.slots]
         outputs = [(part, *slot) for part, slot in zip(dense, slots, strict=True)]
-        launch_tiles(tiles_kernel, TUNING.encode_words, pages, pools, plans, tiles, table, outputs, ENCODES=True)
+        launch_tiles(tiles_kernel, ENCODE_WORDS, pages, pools, plans, tiles, table, outputs, ENCODES=True)
         launch_pack(plans, tiles, dense, buffers)
     else:
         buffers.totals.zero_()
@@ -52,5 +53,5 @@ def launch_decode(payload: torch.Tensor, layout: Layout, table: torch.Tensor, ou
         extensions = payload[escapes + part.variable_bytes - aligned(part.extensions) :]
         inputs.append((payload[dense:], records, extensions))
     if sum(tiles):
-        launch_tiles(tiles_kernel, TUNING.decode_words, out, pools, plans, tiles, table, inputs, ENCODES=False)
+        launch_tiles(tiles_kernel, DECODE_WORDS, out, pools, plans, tiles, table, inputs, ENCODES=False)
     place_whole(payload, layout, pools, index)

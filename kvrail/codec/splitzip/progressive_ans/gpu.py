@@ -23,7 +23,7 @@ from kvrail.codec.splitzip.progressive_ans.payload import (
     uncoded_pieces,
 )
 from kvrail.codec.splitzip.progressive_ans.plan import CutPlan, Plans
-from kvrail.codec.splitzip.tiles.gpu_launch import TUNING, launch_tiles, make_table
+from kvrail.codec.splitzip.tiles.gpu_launch import DECODE_WORDS, launch_tiles, make_table, warps_for
 from kvrail.codec.splitzip.tiles.payload import Layout
 
 
@@ -92,7 +92,7 @@ def _decode_rest(payload: Bytes, layout: RestLayout, plans: Plans, out: PagedBlo
     if sum(tiles):
         source = to_device(payload, out.device)
         launch_tiles(
-            complete_kernel, TUNING.decode_words, out, byte_pools(out), (plans[0].whole, plans[1].whole), tiles,
+            complete_kernel, DECODE_WORDS, out, byte_pools(out), (plans[0].whole, plans[1].whole), tiles,
             make_table(out, (None, None)), [(source[place],) for place in layout.places],
             kept_bits=(plans[0].kept_bits, plans[1].kept_bits),
         )  # fmt: skip
@@ -105,5 +105,5 @@ def _launch(kernel: Any, plan: CutPlan, *planes: torch.Tensor) -> None:
     words = next_power_of_2(segment // lanes)
     kernel[(plan.whole.tiles,)](
         *planes, plan.whole.tiles, plan.field_bits, plan.rest_bits, segment, lanes, words,
-        num_warps=TUNING.warps_for(words, TUNING.decode_words),
+        num_warps=warps_for(words, DECODE_WORDS),
     )  # fmt: skip

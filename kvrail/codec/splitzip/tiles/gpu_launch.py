@@ -26,29 +26,11 @@ Tops = Sequence[Ints | None]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Launch parameters.
-
-    encode_words, decode_words: words of a segment that a thread has; warps: most of a program; pack_programs: most
-    programs that bring one tensor's escapes together, each of pack_warps, pack_tiles tiles and pack_records of each at
-    a time.
-    """
-
-    encode_words: int = 8
-    decode_words: int = 4
-    warps: int = 8
-    pack_programs: int = 128
-    pack_tiles: int = 128
-    pack_records: int = 16
-    pack_warps: int = 16
-
-    def warps_for(self, words: int, a_thread: int) -> int:
-        """Warps for segments of `words`; both are powers of two."""
-        return max(1, min(self.warps, words // (32 * a_thread)))
-
-
-TUNING = Tuning()
+ENCODE_WORDS, DECODE_WORDS = 8, 4
+"""Words of a segment that a thread has."""
+_MOST_WARPS = 8
+_PACK_PROGRAMS, _PACK_TILES, _PACK_RECORDS, _PACK_WARPS = 128, 128, 16, 16
+"""Most programs that bring one tensor's escapes together; tiles and records of each that one takes at a time; warps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +90,11 @@ class EncodeBuffers:
     def scales(self, plans: Plans) -> torch.Tensor:
         """The bytes of the scales."""
         return self.body[sum(_dense_bytes(plan) for plan in plans) :]
+
+
+def warps_for(words: int, a_thread: int) -> int:
+    """Warps for segments of `words`; both are powers of two."""
+    return max(1, min(_MOST_WARPS, words // (32 * a_thread)))
 
 
 def tiles_of(plan: TensorPlan) -> int:
@@ -184,13 +171,13 @@ def launch_tiles(
         keys, values, keys.stride(0), values.stride(0), keys.stride(1), values.stride(1),
         table, len(pages.page_ids), *([len(pages.layers)] if "num_layers" in kernel.arg_names else []), *tiles,
         *(tensor for pair in zip(*tensors, strict=True) for tensor in pair), *geometries,
-        **constants, num_warps=TUNING.warps_for(words, words_a_thread),
+        **constants, num_warps=warps_for(words, words_a_thread),
     )  # fmt: skip
 
 
 def launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: EncodeBuffers) -> None:
     """Launch the kernel that brings the escapes of both tensors together."""
-    runs = [TUNING.pack_tiles * max(1, -(-each // (TUNING.pack_tiles * TUNING.pack_programs))) for each in tiles]
+    runs = [_PACK_TILES * max(1, -(-each // (_PACK_TILES * _PACK_PROGRAMS))) for each in tiles]
     programs = [max(1, -(-each // run)) for each, run in zip(tiles, runs, strict=True)]
     tensors = []
     for plan, each, part, slots in zip(plans, tiles, dense, buffers.slots, strict=True):
@@ -206,6 +193,6 @@ def launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: Encode
         *(slots.packed_extensions.numel() for slots in buffers.slots),
         buffers.totals,
         *(SEGMENTS * plan.segment_values if each else 1 for plan, each in zip(plans, tiles, strict=True)),
-        TUNING.pack_tiles, TUNING.pack_records,
-        num_warps=TUNING.pack_warps,
+        _PACK_TILES, _PACK_RECORDS,
+        num_warps=_PACK_WARPS,
     )  # fmt: skip

@@ -51,6 +51,20 @@ def nearest(both, parts):
 
 
 @njit(nogil=True)
+def widen(source, at, row, dim, tile):
+    """Write a tile, `row` values from token to token, as float32 into `tile`; whether it is refused."""
+    words, refused = tile.view(np.uint32), False
+    for token in range(TOKENS):
+        for channel in range(dim):
+            value = int64(source[at + token * row + channel])
+            refused |= (value & 0x7FFF) >= _REFUSED
+            words[token * dim + channel] = value << 16
+    if refused:
+        tile[: TOKENS * dim] = 0
+    return refused
+
+
+@njit(nogil=True)
 def put_tile(tile, dim, out, at, row):
     """Write a tile of bfloat16, as float32, from value `at` of `out` on; row: values from token to token."""
     words = tile.view(np.uint32)
@@ -79,14 +93,7 @@ def _close_tile(source, at, row, dim, keys, bits, order, rows, out, to, tile, sc
     row: values from token to token. tile: float32 [64 * dim]; scales, offsets: float32 [rows]; all scratch.
     """
     count, most, step = len(rows), np.float32((1 << bits) - 1), 32 // bits
-    words, refused = tile.view(np.uint32), False
-    for token in range(TOKENS):
-        for channel in range(dim):
-            value = int64(source[at + token * row + channel])
-            refused |= (value & 0x7FFF) >= _REFUSED
-            words[token * dim + channel] = value << 16
-    if refused:
-        tile[:] = 0
+    refused = widen(source, at, row, dim, tile)
     both = np.empty(1, np.float32)
     for i in range(count):
         low = high = tile[i] if keys else tile[i * dim]

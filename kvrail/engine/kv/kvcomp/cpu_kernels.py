@@ -13,13 +13,13 @@ from numba import float32, int32, int64, njit, types, uint8, uint16, void
 from kvrail.codec.core.cpu_compile import compiled, version_of
 from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
 from kvrail.engine.kv.fixed import form as fixed_form
-from kvrail.engine.kv.fixed.cpu_kernels import OF_SCALE, SHRUNK, nearest, put, put_tile, read_steps
+from kvrail.engine.kv.fixed.cpu_kernels import OF_SCALE, SHRUNK, nearest, put, put_tile, read_steps, widen
 from kvrail.engine.kv.kvcomp import form
 from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
 from kvrail.engine.kv.lossless.cpu_kernels import tiles_of
 from kvrail.engine.kv.lossless.form import TOKENS
 
-_REFUSED, _NO_SCALE = fixed_form.REFUSED, fixed_form.NO_SCALE
+_NO_SCALE = fixed_form.NO_SCALE
 _LEAST_SCALE, _LEAST_OFFSET = np.float32(fixed_form.LEAST_SCALE), np.float32(fixed_form.LEAST_OFFSET)
 _SCALE_SHIFT, _OFFSET_SHIFT = fixed_form.SCALE_SHIFT, fixed_form.OFFSET_SHIFT
 _UNIT, _SPREAD, _STREAMS, _WARPS, _LANES, _HEAD = (
@@ -28,20 +28,6 @@ _UNIT, _SPREAD, _STREAMS, _WARPS, _LANES, _HEAD = (
 _WINDOW = (1 << form.MAX_BITS) - 1
 _SYMBOLS = 32
 """Entries of a table of `codes`."""
-
-
-@njit(nogil=True)
-def _widen(source, at, row, dim, tile):
-    """Write a tile, `row` values from token to token, as float32 into `tile`; whether it is refused."""
-    words, refused = tile.view(np.uint32), False
-    for token in range(TOKENS):
-        for channel in range(dim):
-            value = int64(source[at + token * row + channel])
-            refused |= (value & 0x7FFF) >= _REFUSED
-            words[token * dim + channel] = value << 16
-    if refused:
-        tile[: TOKENS * dim] = 0
-    return refused
 
 
 @njit(nogil=True)
@@ -83,7 +69,7 @@ def _code_values(source, at, row, dim, shares, tops, codes, order, rows, tile, s
     """Quantise a tile of values into `scratch`; which code is the shorter one, its units, and whether it is refused."""
     scales, offsets, symbols, lengths = scratch
     count = TOKENS * dim // _STREAMS
-    refused = _widen(source, at, row, dim, tile)
+    refused = widen(source, at, row, dim, tile)
     _quantise(tile, dim, False, shares[2], tops[2], order, rows, scales, offsets, symbols)
     even = _measure(symbols, count, codes, 3 * _SYMBOLS, lengths)
     units = _measure(symbols, count, codes, 2 * _SYMBOLS, lengths)
@@ -97,7 +83,7 @@ def _code_keys(source, at, row, dim, shares, tops, codes, order, rows, tile, scr
     """Quantise a tile of keys into `scratch`, by the first code if `room` units hold it: see `_code_values`."""
     scales, offsets, symbols, lengths = scratch
     count = TOKENS * dim // _STREAMS
-    refused = _widen(source, at, row, dim, tile)
+    refused = widen(source, at, row, dim, tile)
     _quantise(tile, dim, True, shares[0], tops[0], order, rows, scales, offsets, symbols)
     units = _measure(symbols, count, codes, 0, lengths)
     if 0 <= units <= room:
