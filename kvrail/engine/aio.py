@@ -69,19 +69,15 @@ class EngineEvents:
         self._waiting: deque[Event] = deque()
         self._reader: asyncio.Future[None] | None = None
 
-    async def get(self) -> Event:
-        """The next event; raises the error of a request that failed."""
-        while not self._waiting:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        event = self._waiting.popleft()
-        if isinstance(event, Failed):
-            raise event.error
-        return event
-
     async def __aiter__(self) -> AsyncIterator[Event]:
+        """Yield events up to the last; raises the error of a request that failed."""
         while True:
-            event = await self.get()
+            while not self._waiting:
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+            event = self._waiting.popleft()
+            if isinstance(event, Failed):
+                raise event.error
             yield event
             if isinstance(event, Finished | Prefilled):
                 return

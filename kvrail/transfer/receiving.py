@@ -205,12 +205,7 @@ class PageReceiver:
         if arrival.unchecked is not None:
             self._check(arrival.unchecked, region)
         begin = perf_counter()
-        self._decode(arrival.header, region, kept)
-        return perf_counter() - begin
-
-    def _decode(self, header: FrameHeader, region: Region, kept: KeptStages) -> None:
-        """Decode a payload that was checked."""
-        spec = header.spec
+        header, spec = arrival.header, arrival.header.spec
         layers = range(header.first_layer, header.first_layer + spec.num_layers)
         try:
             with self._sink.writing():
@@ -220,6 +215,7 @@ class PageReceiver:
             raise self._wrong(error) from error
         finally:
             self._sink.synchronize()
+        return perf_counter() - begin
 
     def _wrong(self, error: CodecError) -> FrameError:
         return FrameError(f"request {self._transfer.request_id}: {error}")

@@ -11,7 +11,7 @@ pages first, since drafts that are made meanwhile look at these most.
 
 import asyncio
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -133,29 +133,22 @@ class PageSender:
                 while self._later:
                     self._release(self._later.pop()[-1])
 
-    async def _next_pieces(self) -> tuple[list[Piece], bool]:
-        """All pieces that wait, at least one; and whether that was the end."""
-        taken = [await self._pieces.get()]
-        while not self._pieces.empty():
-            taken.append(self._pieces.get_nowait())
-        return [piece for piece in taken if piece is not None], None in taken
-
     async def _send_pieces(self) -> None:
         """Send every piece, several at a time: while the queue's slots are taken, as many ask for the next turns."""
-        closed = False
+        held_pages, frame_layers = self.outgoing.held_pages, self.outgoing.frame_layers
+        taken: list[Piece | None] = []
         async with together() as sending:
-            while not closed:
+            while None not in taken:
                 await self._asking.acquire()  # what comes meanwhile is joined
                 self._asking.release()
-                pieces, closed = await self._next_pieces()
-                for piece in self._cut(pieces):
+                taken = [await self._pieces.get()]
+                while not self._pieces.empty():
+                    taken.append(self._pieces.get_nowait())
+                pieces = [piece for piece in taken if piece is not None]
+                for piece in cut(pieces, held_pages, self._frame_pages, self._recent_page, frame_layers):
                     await self._asking.acquire()
                     sending.create_task(self._send_piece(piece))
         self._held.put_nowait(False)
-
-    def _cut(self, pieces: list[Piece]) -> Iterator[Piece]:
-        outgoing = self.outgoing
-        return cut(pieces, outgoing.held_pages, self._frame_pages, self._recent_page, outgoing.frame_layers)
 
     async def _send_piece(self, piece: Piece) -> None:
         """Encode and send the first stage of a piece, or all stages of recent pages."""

@@ -264,17 +264,18 @@ async def test_recent_pages_are_never_written_after_drafting_began(llama, monkey
         receive(tracker, request_id)
 
     monkeypatch.setattr(RequestTracker, "receive_coarse_kv", noting)
-    decode = PageReceiver._decode
+    land = PageReceiver._land
 
-    def landing(receiver, header, *args):
+    def landing(receiver, arrival, *args):
+        header = arrival.header
         written.append((header.stage, header.first_page, header.first_page + header.spec.num_pages))
-        decode(receiver, header, *args)
+        return land(receiver, arrival, *args)
 
     async def drafting_began():
         while "coarse" not in written:
             await asyncio.sleep(0.002)
 
-    monkeypatch.setattr(PageReceiver, "_decode", landing)
+    monkeypatch.setattr(PageReceiver, "_land", landing)
     hold_later_stages(monkeypatch, drafting_began)
     for length in (300, 304, 310):
         written.clear()

@@ -33,11 +33,10 @@ def test_more_streams_beside_it_leave_less_to_compute_here():
 
 
 def test_what_is_not_measured_is_the_old_constant_and_a_number_of_the_operators_holds():
-    line = Line()
-    local = LocalPrefill(-1, lambda: line, 256)
-    assert local.tokens(3) == UNMEASURED_TOKENS
+    local = LocalPrefill(-1, 256)
+    assert local.tokens(3, Line()) == UNMEASURED_TOKENS
     local.remote.note(1000, 0.05)
-    assert local.tokens(0) == UNMEASURED_TOKENS
+    assert local.tokens(0, Line()) == UNMEASURED_TOKENS
     line = Line(1e-3, 1e-5)
-    assert local.tokens(0) == 256
-    assert LocalPrefill(7, lambda: line, 256).tokens(0) == 7
+    assert local.tokens(0, line) == 256
+    assert LocalPrefill(7, 256).tokens(0, line) == 7

@@ -1,16 +1,10 @@
 """What attention layers call. On CUDA it is a custom operator: to torch.compile one opaque node that writes pages."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from kvrail.engine.attention.meta import StepMeta, decode
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.kv.formats import FORMATS
-
-PageAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, StepMeta, ScoreOptions], torch.Tensor]
-"""Stores a step's new tokens in one layer's pages, then attends each sequence to its own: `cpu.paged_attention`."""
 
 
 @torch.library.custom_op("kvrail::paged_attention", mutates_args=("pages",))
@@ -69,15 +63,8 @@ def attend_pages(
     """The operator's computation without its own cost, for CPUs, where nothing is compiled."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     layer_pages = FORMATS[page_format].layer(pages, int(layer[0]))
-    return _attention(query.device)(q, k, v, layer_pages, meta, options)[None]
-
-
-def _attention(device: torch.device) -> PageAttention:
-    """Attention over kvrail.engine.kv.formats.LayerPages."""
-    if device.type == "cuda":
-        from kvrail.engine.attention import cuda  # needs triton, which a CPU worker does not
-
-        return cuda.paged_attention
-    from kvrail.engine.attention import cpu  # compiles kernels, which a CUDA worker does not need
-
-    return cpu.paged_attention
+    if query.is_cuda:
+        from kvrail.engine.attention.cuda import paged_attention  # needs triton, which a CPU worker does not
+    else:
+        from kvrail.engine.attention.cpu import paged_attention  # compiles kernels, which a CUDA worker does not need
+    return paged_attention(q, k, v, layer_pages, meta, options)[None]

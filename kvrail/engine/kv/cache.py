@@ -60,11 +60,15 @@ class PagedCache:
 
     def copy_page(self, src: int, dst: int) -> None:
         """Copy page `src` of all layers to page `dst`, on the current stream."""
-        self.format.copy(self.tensors, src, dst)
+        for tensor in self.tensors.values():
+            tensor[:, dst].copy_(tensor[:, src])
 
     def as_block(self) -> list[torch.Tensor]:
-        """All pages that can be written, as codecs read and write them (`KVFormat.as_block`)."""
-        return self.format.as_block(self.tensors)
+        """All pages that can be written, as codecs read and write them: keys, values and, of eight bits, their scales.
+
+        [layers, pages, page_size, kv_heads, dim] and, of scales, [layers, pages, page_size, kv_heads].
+        """
+        return list(self.tensors.values())
 
     def _made(self, tensor: PageTensor) -> torch.Tensor:
         """One of the pool's tensors, filled: a NaN in an unwritten slot would poison masked products (0 * NaN)."""

@@ -6,16 +6,13 @@ which attention computes over them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from kvrail.values.layout import KVLayout
-
-PageTensors = Mapping[str, torch.Tensor]
-"""The pool's tensors by name, in the order of `KVFormat.tensors`: each [layers, pages, *PageTensor.shape]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +51,4 @@ class KVFormat(Protocol):
 
     def layer(self, tensors: Sequence[torch.Tensor], index: int) -> Any:
         """What this form's attention takes of layer `index`, views. tensors: the pool's, in order."""
-        ...
-
-    def copy(self, pages: PageTensors, src: int, dst: int) -> None:
-        """Copy page `src` of all layers to page `dst`, on the current stream."""
-        ...
-
-    def as_block(self, pages: PageTensors) -> list[torch.Tensor]:
-        """All pages as codecs read and write them: keys, values and, where elements have eight bits, scales of both.
-
-        [layers, pages, page_size, kv_heads, dim] and, of scales, [layers, pages, page_size, kv_heads].
-        """
         ...

@@ -7,7 +7,7 @@ import torch
 
 from kvrail.engine.kv.closed.forms import FORMS, page_bytes
 from kvrail.engine.kv.closed.pages import ClosedLayer
-from kvrail.engine.kv.format import KVFormat, PageTensor, PageTensors
+from kvrail.engine.kv.format import KVFormat, PageTensor
 from kvrail.values.layout import KVLayout
 
 
@@ -99,15 +99,6 @@ class PlainFormat:
         keys, values, *scales = (tensor[index] for tensor in tensors)
         key_scales, value_scales = scales or (None, None)
         return LayerPages(keys, values, key_scales, value_scales)
-
-    def copy(self, pages: PageTensors, src: int, dst: int) -> None:
-        """Copy page `src` of all layers to page `dst`, on the current stream."""
-        for tensor in pages.values():
-            tensor[:, dst].copy_(tensor[:, src])
-
-    def as_block(self, pages: PageTensors) -> list[torch.Tensor]:
-        """The tensors themselves."""
-        return list(pages.values())
 
 
 class ScaledFormat(PlainFormat):

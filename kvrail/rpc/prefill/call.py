@@ -10,7 +10,7 @@ from kvrail.errors import FrameError, KvrailError, RequestCancelledError
 from kvrail.rpc.signal import Signal
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1.common_pb2 import Span
-from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, PrefillReply, TransferDone
+from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, PrefillReply, TransferDone
 
 log = logging.getLogger(__name__)
 
@@ -130,19 +130,17 @@ class PrefillCall:
                 raise FrameError("the prefill worker sent a second first token")
             self._first_token = reply.first_token
         elif kind == "announced":
-            self._take_announced(reply.announced)
+            if len(self._announced) == MAX_UNTAKEN:
+                raise FrameError(f"the prefill worker announced more than {MAX_UNTAKEN} frames that were not taken")
+            announced = reply.announced
+            self._frame_count += 1
+            self._payload_bytes += announced.payload_bytes
+            self._announced.append(Announcement(announced.head, announced.payload_bytes, announced.on_device))
         elif kind == "heartbeat":
             self.on_heartbeat()
         else:
             self._end(reply.done)
         self._changed.wake()
-
-    def _take_announced(self, announced: FrameAnnounced) -> None:
-        if len(self._announced) == MAX_UNTAKEN:
-            raise FrameError(f"the prefill worker announced more than {MAX_UNTAKEN} frames that were not taken")
-        self._frame_count += 1
-        self._payload_bytes += announced.payload_bytes
-        self._announced.append(Announcement(announced.head, announced.payload_bytes, announced.on_device))
 
     def _end(self, done: TransferDone) -> None:
         if (done.frame_count, done.payload_bytes) != (self._frame_count, self._payload_bytes):

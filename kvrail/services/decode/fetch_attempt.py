@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Self
 
 from kvrail.codec.base import Codec
 from kvrail.codec.frame import FrameHeader
@@ -66,7 +66,7 @@ class FetchParts:
 
 
 class FetchAttempt:
-    """Fetches into leased pages from one worker: `hand_over`, then, inside `async with`, `receive` and the rest.
+    """Fetches into leased pages from one worker: inside `asked`, `receive` and the rest.
 
     codecs: the worker takes the first of these that it can use. received: what was agreed on and what has come so far.
     """
@@ -78,7 +78,9 @@ class FetchAttempt:
         self._progress = progress
         self._request = progress.request
         self._timeline = progress.timeline
-        self._held_pages = cached_tokens // parts.access.layout.page_size
+        layout = parts.access.layout
+        self._held_pages = cached_tokens // layout.page_size
+        self._num_pages = layout.pages_for(len(self._request.prompt_ids)) - self._held_pages  # those that are missing
         self._codecs = {codec.name: codec for codec in codecs}
         self._pages = parts.access.pages(lease, len(self._request.prompt_ids))
         self._key = secrets.randbits(64)
@@ -88,28 +90,56 @@ class FetchAttempt:
         self.drafting = False  # the engine may draft on what came
         self.crossing = LinkSample()
 
-    def hand_over(
+    @asynccontextmanager
+    async def asked(
         self, client: GrpcPrefillClient, timeout_s: float | None, link_bytes_per_s: int, avoided: Collection[str]
-    ) -> None:
-        """Ask a worker to compute the prompt and send its KV.
+    ) -> AsyncIterator[None]:
+        """Ask a worker to compute the prompt and send its KV. After the block nothing of the attempt is written.
 
         link_bytes_per_s: of the link from there, 0 if it is not known. avoided: transports that are not offered, if
         there are others.
         """
         self._begun = perf_counter()
         self._host = client.host
-        self._call = client.prefill(self._prefill_request(link_bytes_per_s, avoided), timeout_s=timeout_s)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        """End it. When this returns, nothing of the attempt is written any more."""
-        async with self._call:
-            if self._first is not None:
-                self._first.cancel()
-                await asyncio.wait([self._first])
-            await self._close()
+        parts, progress = self._parts, self._progress
+        every = parts.transports.all
+        offered = [transport for transport in every if transport.name not in avoided] or every
+        request = prefill_pb2.PrefillRequest(
+            request_id=self._request.caller_id,
+            prompt_token_ids=self._request.prompt_ids,
+            trace=progress.spans is not None and progress.spans.requested,
+            trace_context={} if progress.trace is None else progress.trace.context,
+            client=self._request.client,
+            cache_salt=self._request.cache_salt,
+            sampling=sampling_to_proto(self._request.params),
+            handshake=prefill_pb2.Handshake(
+                protocol_version=PROTOCOL_VERSION,
+                model_fingerprint=parts.model.loaded.fingerprint,
+                layout=layout_to_proto(parts.access.layout),
+                codecs=[
+                    prefill_pb2.OfferedCodec(name=codec.name, parameters_id=codec.parameters_id)
+                    for codec in self._codecs.values()
+                ],
+                transports=[
+                    prefill_pb2.OfferedTransport(
+                        name=transport.name, address=transport.address, on_device=transport.on_device
+                    )
+                    for transport in offered
+                ],
+                transfer_key=self._key,
+                held_pages=self._held_pages,
+                link_bytes_per_s=link_bytes_per_s,
+                max_frame_bytes=parts.max_frame_bytes,
+            ),
+        )
+        async with client.prefill(request, timeout_s=timeout_s) as self._call:
+            try:
+                yield
+            finally:
+                if self._first is not None:
+                    self._first.cancel()
+                    await asyncio.wait([self._first])
+                await self._close()
 
     async def receive(self) -> None:
         """Receive everything, or raise; whatever is raised, another worker may succeed."""
@@ -149,44 +179,11 @@ class FetchAttempt:
         transport = self._parts.transports.get(accepted.transport)
         return await transport.receiver(Peer(accepted.transport_address, self._host), self._key)
 
-    def _prefill_request(self, link_bytes_per_s: int, avoided: Collection[str]) -> prefill_pb2.PrefillRequest:
-        parts, progress = self._parts, self._progress
-        every = parts.transports.all
-        offered = [transport for transport in every if transport.name not in avoided] or every
-        return prefill_pb2.PrefillRequest(
-            request_id=self._request.caller_id,
-            prompt_token_ids=self._request.prompt_ids,
-            trace=progress.spans is not None and progress.spans.requested,
-            trace_context={} if progress.trace is None else progress.trace.context,
-            client=self._request.client,
-            cache_salt=self._request.cache_salt,
-            sampling=sampling_to_proto(self._request.params),
-            handshake=prefill_pb2.Handshake(
-                protocol_version=PROTOCOL_VERSION,
-                model_fingerprint=parts.model.loaded.fingerprint,
-                layout=layout_to_proto(parts.access.layout),
-                codecs=[
-                    prefill_pb2.OfferedCodec(name=codec.name, parameters_id=codec.parameters_id)
-                    for codec in self._codecs.values()
-                ],
-                transports=[
-                    prefill_pb2.OfferedTransport(
-                        name=transport.name, address=transport.address, on_device=transport.on_device
-                    )
-                    for transport in offered
-                ],
-                transfer_key=self._key,
-                held_pages=self._held_pages,
-                link_bytes_per_s=link_bytes_per_s,
-                max_frame_bytes=parts.max_frame_bytes,
-            ),
-        )
-
     async def _agree(self) -> Codec:
         """Check the other end's choice and open the transport's end; returns the codec."""
         accepted = await unless_silent(self._call.accepted(), self._parts.silence_s)
         self._timeline.mark(Moment.PREFILL_QUEUED)
-        codec, num_pages = self._codecs.get(accepted.codec), self._num_pages()
+        codec, num_pages = self._codecs.get(accepted.codec), self._num_pages
         chosen = (accepted.protocol_version, accepted.first_page, accepted.page_count)
         if codec is None or chosen != (PROTOCOL_VERSION, self._held_pages, num_pages):
             raise IncompatibleError(
@@ -201,10 +198,6 @@ class FetchAttempt:
         self._payloads = await unless_silent(self._open(accepted), self._parts.silence_s)
         return codec
 
-    def _num_pages(self) -> int:
-        """How many are missing here."""
-        return self._parts.access.layout.pages_for(len(self._request.prompt_ids)) - self._held_pages
-
     async def _receive(self, codec: Codec) -> None:
         """Have all pages written."""
         parts, layout = self._parts, self._parts.access.layout
@@ -213,7 +206,7 @@ class FetchAttempt:
             self._request.caller_id,
             codec.name,
             codec.num_stages,
-            block_spec(layout, self._num_pages()),
+            block_spec(layout, self._num_pages),
             self._held_pages,
             first_recent_page(len(self._request.prompt_ids), layout.page_size),
             codec.parameters_id,

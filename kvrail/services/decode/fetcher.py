@@ -1,7 +1,6 @@
 """What a decode worker knows about fetching KV: codecs, transports, links, and which prefill workers answer."""
 
 import logging
-from collections.abc import Sequence
 from time import monotonic
 
 from kvrail.codec.base import Codec
@@ -10,7 +9,7 @@ from kvrail.errors import InvalidRequestError
 from kvrail.services.decode.choice import Chooser
 from kvrail.services.decode.fetch_attempt import FetchParts
 from kvrail.services.decode.local import LOCAL_FALLBACK_TOKENS, LocalFallbacks, LocalPrefill
-from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, GrpcPrefillWorkers, PrefillTarget
+from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, GrpcPrefillWorkers
 from kvrail.services.decode.progress import Progress
 from kvrail.worker.budgets import helping_tokens
 from kvrail.worker.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
@@ -24,6 +23,7 @@ AVOIDED_S = 300.0
 class Fetcher:
     """What all fetches of one decode worker share (`PromptFetch` is one of them). Belongs to one event loop.
 
+    allowed: which prefill workers the operator lets requests name. local: what this worker prefills by itself.
     asked_codec: a codec's name, or AUTO; first_codec: what AUTO takes for a link that has not been measured. It is
     usable, as plain bytes are.
     """
@@ -44,11 +44,9 @@ class Fetcher:
         self.chooser = Chooser(parts.meters.transfers, settings.max_drafts, first_codec)
         self._codecs = codecs
         self._asked_codec = asked_codec
-        self._allowed = AllowedWorkers(settings.allowed_prefill_workers)
+        self.allowed = AllowedWorkers(settings.allowed_prefill_workers)
         self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
-        self._here = LocalPrefill(
-            settings.local_prefill_tokens, lambda: parts.access.engine.step_cost.prefill, helping_tokens(settings)
-        )
+        self.local = LocalPrefill(settings.local_prefill_tokens, helping_tokens(settings))
 
     def codec_for(self, asked: str, *, exact: bool = False) -> str:
         """Name of the codec of a request that asked for this one, or for none; or AUTO.
@@ -71,11 +69,6 @@ class Fetcher:
             f"codec {name!r} is lossy, but the request asks for exact KV; name an exact codec, or auto", param="codec"
         )
 
-    async def may_ask(self, workers: Sequence[str], instances: Sequence[int]) -> list[PrefillTarget]:
-        """Those of `workers`, host:port each, that the operator lets requests name; instances: of each, or none."""
-        known = dict(zip(workers, instances, strict=False))
-        return [PrefillTarget(address, known.get(address, 0)) for address in await self._allowed.of(workers)]
-
     def cache_space(self, codec: str) -> str:
         """Where pages of a request with this codec, or AUTO, are shared: a lossy codec's only among themselves."""
         return "" if codec == AUTO or self._codecs.get(codec).exact else codec
@@ -90,10 +83,6 @@ class Fetcher:
             except CodecChoiceError as error:
                 logger.warning("codec %s: skipping one codec: %s", AUTO, error)
 
-    def local_tokens(self) -> int:
-        """Missing tokens of a prompt up to which this worker computes them by itself now."""
-        return self._here.tokens(self.parts.access.engine.status().running)
-
     def fetch_s(self) -> float:
         """Seconds in which the KV of a token comes here, from the mean of all links; 0 if none was measured."""
         layout = self.parts.access.layout
@@ -104,7 +93,7 @@ class Fetcher:
         if (share := progress.hidden_share()) is not None:
             self.parts.meters.transfers.hidden_share.observe(share)
         if (fetched := progress.fetched_s()) is not None:
-            self._here.remote.note(len(progress.request.prompt_ids) - progress.cached_tokens, fetched)
+            self.local.remote.note(len(progress.request.prompt_ids) - progress.cached_tokens, fetched)
         self.chooser.observe_steps(*progress.steps_after())
         self.chooser.observe_drafts(progress.drafts.proposed, progress.drafts.accepted)
 

@@ -1,7 +1,5 @@
 """Prompts that a decode worker computes by itself: where that costs less than fetching, or where fetching failed."""
 
-from collections.abc import Callable
-
 from kvrail.engine.schedule.cost import Line, LineFit
 from kvrail.errors import OverloadedError
 
@@ -33,21 +31,21 @@ def local_tokens(local: Line, remote: Line, running: int, most: int) -> int:
 class LocalPrefill:
     """Keeps what `local_tokens` needs. fixed: the operator's number, or -1: measure.
 
-    local: seconds of this worker's steps with prompts, as measured by now. remote: seconds to a first output token, by
-    tokens that a prefill worker computed.
+    remote: seconds to a first output token, by tokens that a prefill worker computed.
     """
 
-    def __init__(self, fixed: int, local: Callable[[], Line], most: int) -> None:
-        self._fixed = fixed
-        self._local = local
-        self._most = most
+    def __init__(self, fixed: int, most: int) -> None:
+        self._fixed, self._most = fixed, most
         self.remote = LineFit()
 
-    def tokens(self, running: int) -> int:
-        """Missing tokens up to which a prompt that comes now is computed here, beside `running` sequences."""
+    def tokens(self, running: int, local: Line) -> int:
+        """Missing tokens up to which a prompt that comes now is computed here, beside `running` sequences.
+
+        local: seconds of this worker's steps with prompts, as measured by now.
+        """
         if self._fixed >= 0:
             return self._fixed
-        return local_tokens(self._local(), self.remote.line(), running, self._most)
+        return local_tokens(local, self.remote.line(), running, self._most)
 
 
 class LocalFallbacks:

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Sequence
 from time import monotonic
 
-from kvrail.codec.base import Codec
 from kvrail.engine.aio import EngineEvents
 from kvrail.engine.request.events import Admitted
 from kvrail.errors import DeadlineError, KvrailError, OverloadedError
@@ -99,7 +98,9 @@ class PromptFetch:
 
     async def _from_workers(self, admitted: Admitted) -> bool:
         """Whether a worker has filled the pages, or the request is gone. When this returns, nothing writes them."""
-        codecs = self._offer(admitted)
+        layout, first = self._access.layout, self._targets[0].address
+        pages = layout.pages_for(len(self._request.prompt_ids)) - admitted.cached_tokens // layout.page_size
+        codecs = self._fetcher.offer(self._codec, first, pages * layout.page_bytes, self._progress)
         lease = self._access.engine.claim_lease(self._request.request_id)
         if lease is None:
             return True  # dropped meanwhile: its pages are not needed any more
@@ -134,8 +135,7 @@ class PromptFetch:
         progress.prefill_worker, progress.received = address, received
         began = breaker.begin()
         try:
-            attempt.hand_over(fetcher.workers.client(address), timeout_s, link, fetcher.avoided(address))
-            async with attempt:
+            async with attempt.asked(fetcher.workers.client(address), timeout_s, link, fetcher.avoided(address)):
                 await attempt.receive()
                 self._source = breaker, began
                 self._commit(address)
@@ -168,12 +168,6 @@ class PromptFetch:
             self._metrics.lossy_requests.inc()
         if received.codec != progress.asked_codec:
             self._metrics.codec_substituted(progress.asked_codec)
-
-    def _offer(self, admitted: Admitted) -> list[Codec]:
-        """Codecs that the first prefill worker may take, best first."""
-        layout = self._access.layout
-        pages = layout.pages_for(len(self._request.prompt_ids)) - admitted.cached_tokens // layout.page_size
-        return self._fetcher.offer(self._codec, self._targets[0].address, pages * layout.page_bytes, self._progress)
 
     def _compute_here(self, admitted: Admitted, events: EngineEvents) -> None:
         """No worker could: the engine computes what is missing, unless too many prompts wait for that."""

@@ -17,6 +17,7 @@ from kvrail.runtime.logs import bound_request_id
 from kvrail.services.decode import trace
 from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.invariance import InvarianceTracker
+from kvrail.services.decode.prefill_workers import PrefillTarget
 from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.prompt_fetch import PromptFetch
 from kvrail.telemetry.moments import Timeline
@@ -65,7 +66,12 @@ class DecodeServicer:
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
         with bound_request_id(request.request_id), self._active.track():
             codec = self._check(request)
-            workers = await self._fetcher.may_ask(request.prefill_workers, request.prefill_instances)
+            instances = dict(zip(request.prefill_workers, request.prefill_instances, strict=False))
+            workers = [
+                PrefillTarget(address, instances.get(address, 0))
+                for address in await self._fetcher.allowed.of(request.prefill_workers)
+            ]
+            engine = self._access.engine
             params = sampling_from_proto(request.sampling)
             asked = EngineRequest(
                 request_id=f"{request.request_id}/{next(self._calls)}",
@@ -74,7 +80,7 @@ class DecodeServicer:
                 # A prefill worker sends KV and no logits; where these are wanted, they are computed where they are. So
                 # is the prompt of output that is resumed.
                 remote=bool(workers) and params.prompt_logprobs is None and not request.resumed,
-                local_tokens=self._fetcher.local_tokens(),
+                local_tokens=self._fetcher.local.tokens(engine.status().running, engine.step_cost.prefill),
                 resumed=tuple(Resumed(tuple(each.token_ids), each.ended) for each in request.resumed),
                 provisional=True,  # for every client: when drafts are made is measured
                 caller_id=request.request_id,

@@ -151,7 +151,14 @@ class PrefillHandler:
                     self._timeline.mark(Moment.PREFILL_STARTED)
                 case Prefilled():
                     self._timeline.mark(Moment.PREFILL_FINISHED)
-                    self._replies.first_token(self._first_token(event))
+                    found = [token.logprobs for token in event.tokens if token.logprobs is not None]
+                    self._replies.first_token(
+                        prefill_pb2.FirstToken(
+                            token_ids=[token.token_id for token in event.tokens],
+                            logprobs=map(logprobs_to_proto, found),
+                            marks=marks_to_proto(self._timeline.marks()),
+                        )
+                    )
 
     def _admitted(self) -> None:
         if self._impatience is not None:
@@ -165,13 +172,6 @@ class PrefillHandler:
             return  # dropped meanwhile: the events end the call
         pages = access.pages(self._lease, self._sender.outgoing.num_tokens)
         self._sender.begin(pages, admitted.cached_tokens // access.layout.page_size)
-
-    def _first_token(self, event: Prefilled) -> prefill_pb2.FirstToken:
-        return prefill_pb2.FirstToken(
-            token_ids=[token.token_id for token in event.tokens],
-            logprobs=[logprobs_to_proto(token.logprobs) for token in event.tokens if token.logprobs is not None],
-            marks=marks_to_proto(self._timeline.marks()),
-        )
 
     async def _release(self) -> None:
         """Give the pages back; nothing of the transfer runs any more."""
