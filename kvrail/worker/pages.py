@@ -12,14 +12,14 @@ from kvrail.transfer.streams import SideStream
 
 def paged_block(cache: PagedCache, layers: range, pages: Sequence[int]) -> PagedBlock:
     """`pages` of `layers` where they lie in the pool, none of them closed; nothing is copied."""
-    return PagedBlock(_pools(cache), layers, cache.where(pages))
+    return PagedBlock(Block(*cache.as_block()), layers, cache.where(pages))
 
 
 class LeasedPages(PoolPages):
     """Pages of the engine's pool on which someone holds a lease: a transfer's source or its sink."""
 
     def __init__(self, cache: PagedCache, side: SideStream, pages: Sequence[int], num_tokens: int) -> None:
-        super().__init__((_pools(cache),), side, cache.where(pages), num_tokens)
+        super().__init__((Block(*cache.as_block()),), side, cache.where(pages), num_tokens)
         self._cache = cache
         self._written = False
 
@@ -38,7 +38,3 @@ class LeasedPages(PoolPages):
         if self._written:
             raise ValueError("a closed page is to be written")
         return PagedBlock(Block(*self._cache.opened(layers, slots)), range(len(layers)), range(len(slots)))
-
-
-def _pools(cache: PagedCache) -> Block:
-    return Block(*cache.as_block())

@@ -26,8 +26,6 @@ class Attempt:
     endpoint: Endpoint
     key: int
     grace_s: float
-    count: Callable[[int], None]
-    """Called with the size of each payload that has crossed."""
     leave: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
     """Called once, when the end was closed: runs what is left to do, then releases the endpoint."""
 

@@ -84,7 +84,6 @@ class UcxReceiver:
             await asyncio.shield(self._give_back(landing))
             raise
         self._posted.discard(landing)
-        self._attempt.count(size)
         return landing.region
 
     async def aclose(self) -> None:

@@ -58,7 +58,6 @@ class UcxSender:
         finally:
             self._waiting_bytes -= payload.nbytes
         self._moved = self._loop.time()
-        self._attempt.count(payload.nbytes)
 
     async def _send(self, payload: Payload, number: int) -> None:
         awaited = [self._read(payload, number)] if payload.nbytes else []

@@ -46,8 +46,6 @@ class UcxTransport:
         self._keys: dict[int, None] = {}  # in the order of their use
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = address
-        self.sent_bytes = 0
-        self.received_bytes = 0
 
     @classmethod
     async def start(
@@ -108,8 +106,7 @@ class UcxTransport:
         address = UcxAddress.unpack(peer.address)
         endpoint = self._hold(address, TransferAbortedError)
         on_device = self.on_device and address.device is not None
-        attempt = self._attempt(endpoint, key, self._count_sent)
-        return UcxSender(attempt, on_device=on_device, silence_s=self._silence_s)
+        return UcxSender(self._attempt(endpoint, key), on_device=on_device, silence_s=self._silence_s)
 
     async def receiver(self, peer: Peer, key: int) -> UcxReceiver:
         """The receiving end of attempt `key`, which must be new.
@@ -123,7 +120,7 @@ class UcxTransport:
         self._keys[short] = None
         if len(self._keys) > _KEYS:
             del self._keys[next(iter(self._keys))]
-        return UcxReceiver(self._attempt(endpoint, key, self._count_received), self._pools, self._retired)
+        return UcxReceiver(self._attempt(endpoint, key), self._pools, self._retired)
 
     async def aclose(self) -> None:
         """Close everything; senders and receivers have been closed before.
@@ -147,13 +144,13 @@ class UcxTransport:
                 f"UCX finds no way to the peer: {failed}; both ends need a network or host in common"
             ) from failed
 
-    def _attempt(self, endpoint: Endpoint, key: int, count: Callable[[int], None]) -> Attempt:
+    def _attempt(self, endpoint: Endpoint, key: int) -> Attempt:
         def leave(last: Callable[[], Coroutine[Any, Any, None]]) -> None:
             task = asyncio.create_task(self._part(endpoint, key, last))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        return Attempt(self._worker, endpoint, key, self._grace_s, count, leave)
+        return Attempt(self._worker, endpoint, key, self._grace_s, leave)
 
     async def _part(self, endpoint: Endpoint, key: int, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do what is left to do for an attempt that was closed, then release its endpoint."""
@@ -161,9 +158,3 @@ class UcxTransport:
             await last()
         finally:
             self._endpoints.release(endpoint)
-
-    def _count_sent(self, size: int) -> None:
-        self.sent_bytes += size
-
-    def _count_received(self, size: int) -> None:
-        self.received_bytes += size
