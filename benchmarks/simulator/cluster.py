@@ -174,6 +174,7 @@ class Simulation:
         fetch_s = missing * self._speed.fetch_s if prefill else 0.0
         self._computing[ticket.client] += missing
         self._helped += prefill is None
+        job.crossed = prefill is not None
         decode.count(1, 0)
         decode.pages.expect(job.pages)
         computing.count(1 if prefill else 0, missing)

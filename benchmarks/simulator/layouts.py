@@ -20,10 +20,10 @@ from kvrail.services.router.fleet.ways import Slo
 from kvrail.tools.bench.trace import Request
 
 SPEEDS = {
-    "h200": Speed(prefill_s=24.5e-6, step_s=4.95e-3, each_s=4e-5),
-    "h100": Speed(prefill_s=29e-6, step_s=6.6e-3, each_s=5e-5),
+    "h200": Speed(prefill_s=23e-6, attend_s=2.5e-9, step_s=4.95e-3, each_s=4e-5, mixed=0.88),
+    "h100": Speed(prefill_s=27.5e-6, attend_s=2.5e-9, step_s=6.6e-3, each_s=5e-5),
 }
-"""Qwen3-8B's shape (benchmarks/results/roles-2026-11-28-2xh200.md, -2xh100.md)."""
+"""Qwen3-8B's shape (benchmarks/results/roles-2026-11-28-2xh200.md, -2xh100.md; prompts: engine-2026-11-24-h200.md)."""
 LAYOUTS = {"pair": 1, "two whole": 0, "both roles": None}
 """How many of two workers only prefill; none of both roles: either may."""
 PROMPT, OUTPUT = 1024, 128
@@ -39,9 +39,9 @@ class Layout:
         self.simulation = RolesSimulation(2, LAYOUTS[name], speed=speed, max_running=256, prefill_wait_s=prefill_wait_s)
         self.jobs: list[Job] = []
 
-    def ask(self, when: float, key: str, prompt: int = PROMPT, output: int = OUTPUT) -> None:
-        """Let a request arrive then."""
-        self.jobs.append(self.simulation.ask(Request(when, prompt, output, key=key), len(self.jobs)))
+    def ask(self, when: float, prompt: int, output: int) -> None:
+        """Let a request arrive then; to the router all are one client's, as a benchmark's are."""
+        self.jobs.append(self.simulation.ask(Request(when, prompt, output), len(self.jobs)))
 
     def closed(self, rows: Sequence[tuple[int, int, int]], rounds: int) -> list[list[Job]]:
         """The requests of each row, one after the other; rows: streams, tokens in and out."""
@@ -53,13 +53,13 @@ class Layout:
             streams, *lengths = rows[len(begun) - 1]
             left, alive = streams * (rounds - 1), streams
             for stream in range(streams):
-                self.ask(when + 1e-5 * stream, str(stream), *lengths)
+                self.ask(when + 1e-5 * stream, *lengths)
 
         def on_end(job: Job) -> None:
             nonlocal left, alive
             if left:
                 left -= 1
-                self.ask(job.end + 1e-3, f"more {left % 64}", *lengths)
+                self.ask(job.end + 1e-3, *lengths)
                 return
             alive -= 1
             if not alive:
@@ -76,7 +76,7 @@ class Layout:
         """Requests at random times."""
         draws, now = random.Random(1), 0.0
         while (now := now + draws.expovariate(rate)) < POISSON_S:
-            self.ask(now, str(draws.randrange(64)), draws.randrange(512, 1537), draws.randrange(64, 193))
+            self.ask(now, draws.randrange(512, 1537), draws.randrange(64, 193))
         self.simulation.finish()
         return self.jobs
 

@@ -14,19 +14,21 @@ from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import WorkerPages
 from kvrail.services.router.fleet.ways import Slo
 from kvrail.wire.v1 import common_pb2
+from kvrail.worker.budgets import HELPING_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """What a worker's hardware gives; the defaults are Qwen3-8B on an H200 (README, "Measured").
 
-    prefill_s: of a prompt's token. step_s: of a decode step, each_s: that each sequence adds. mixed_tokens: of prompts,
-    that a decode worker computes in a step; mixed: part of prefill_s that each of them adds there, as a step reads the
-    weights once (measured: benchmarks/results/roles-2026-11-28-2xh100.md). fetch_s: until the KV of a token has come
-    from a prefill worker. overhead_s: of a request on its way.
+    prefill_s: of a prompt's token; attend_s: that each token before it adds. step_s: of a decode step, each_s: that
+    each sequence adds. mixed_tokens: of prompts, that a decode worker computes in a step; mixed: part of their time
+    that they add there, as a step reads the weights once (measured: benchmarks/results/roles-2026-11-28-2xh100.md).
+    fetch_s: until the KV of a token has come from a prefill worker. overhead_s: of a request on its way.
     """
 
     prefill_s: float = 1 / 40_000
+    attend_s: float = 0.0
     step_s: float = 5.2e-3
     each_s: float = 1.8e-5
     mixed_tokens: int = 512
@@ -47,6 +49,7 @@ class Job:
     first_token: float = 0.0
     end: float = 0.0
     found: int = 0  # tokens that the worker had that computed it
+    crossed: bool = False  # whether it was computed on another worker than where it decodes
 
 
 class Clock:
@@ -264,6 +267,17 @@ class SimDecode(SimWorker):
         self._wait()
 
 
+@dataclass(eq=False, slots=True)
+class _Prompt:
+    """A prompt whose tokens are not all computed; first_step: the first that may compute some beside sequences."""
+
+    job: Job
+    table: list[int]
+    missing: int
+    done: Callable[[], object]
+    first_step: int
+
+
 @dataclass(eq=False)
 class SimBoth(SimWorker):
     """Prefills and decodes: each step has a token of each sequence and a chunk of a prompt, full if nothing decodes.
@@ -272,8 +286,8 @@ class SimBoth(SimWorker):
     """
 
     _cost: StepCostModel = field(default_factory=StepCostModel)
-    _prompts: deque[tuple[Job, list[int], int, Callable[[], object]]] = field(default_factory=deque)
-    _decoding: list[tuple[int, int, list[int], Callable[[], object]]] = field(default_factory=list)
+    _prompts: deque[_Prompt] = field(default_factory=deque)
+    _decoding: list[tuple[int, int, Job, list[int], Callable[[], object]]] = field(default_factory=list)
     _steps: int = 0
     _stepping: bool = False
     _budget: StepBudget = field(init=False)
@@ -281,7 +295,12 @@ class SimBoth(SimWorker):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._budget = StepBudget(
-            self.step_tokens, self.max_running, 0, mixed_batch_tokens=self.speed.mixed_tokens, gap_s=Slo().gap_s
+            self.step_tokens,
+            self.max_running,
+            0,
+            mixed_batch_tokens=self.speed.mixed_tokens,
+            helping_batch_tokens=HELPING_TOKENS,
+            gap_s=Slo().gap_s,
         )
 
     def candidate(self, *, computes: bool) -> Candidate:
@@ -295,9 +314,9 @@ class SimBoth(SimWorker):
         )
 
     def submit(self, job: Job, done: Callable[[], object]) -> None:
-        """Compute a prompt; `done` is called when its first token is drawn."""
+        """Compute a prompt; `done` is called when its first token is drawn. The step after this one is planned."""
         table, job.found = self.hold(job)
-        self._prompts.append((job, table, job.tokens - job.found, done))
+        self._prompts.append(_Prompt(job, table, job.tokens - job.found, done, self._steps + 2 * self._stepping))
         self._step()
 
     compute = submit
@@ -306,34 +325,39 @@ class SimBoth(SimWorker):
         """A request whose first token is there decodes the rest; `done` is called at its end."""
         table, _ = self.hold(job)
         self.publish(job, table)
-        heapq.heappush(self._decoding, (self._steps + job.output - 1, job.number, table, done))
+        heapq.heappush(self._decoding, (self._steps + job.output - 1, job.number, job, table, done))
         self._step()
 
     def _step(self) -> None:
         if self._stepping or not (self._prompts or self._decoding):
             return
         self._stepping, speed, decoding = True, self.speed, len(self._decoding)
-        most = self._budget.chunk_tokens(decoding, beside=decoding > 0, cost=self._cost)
-        tokens = min(most, self._prompts[0][2] if self._prompts else 0)
+        helping = any(job.crossed for _, _, job, *_ in self._decoding)
+        left = most = self._budget.chunk_tokens(decoding, beside=decoding > 0, helping=helping, cost=self._cost)
+        prompt_s = 0.0
+        for prompt in self._prompts:
+            if decoding and prompt.first_step > self._steps:
+                break
+            tokens = min(left, prompt.missing)
+            before = prompt.job.tokens - prompt.missing + tokens / 2
+            prompt_s += tokens * (speed.prefill_s + before * speed.attend_s) * (speed.mixed if decoding else 1.0)
+            prompt.missing -= tokens
+            left -= tokens
         step_s = speed.step_s + speed.each_s * decoding if decoding else 0.0
-        prompt_s = tokens * speed.prefill_s * (speed.mixed if decoding else 1.0)
         self.busy_s += prompt_s
-        self.prefilled += tokens
-        self._cost.note(tokens, decoding, step_s + prompt_s)
-        self.clock.at(self.clock.now + step_s + prompt_s, lambda: self._end(tokens))
+        self.prefilled += most - left
+        self._cost.note(most - left, decoding, step_s + prompt_s)
+        self.clock.at(self.clock.now + step_s + prompt_s, self._end)
 
-    def _end(self, tokens: int) -> None:
+    def _end(self) -> None:
         self._steps += 1
         ended = []
         while self._decoding and self._decoding[0][0] <= self._steps:
-            ended.append(heapq.heappop(self._decoding)[2:])
-        if tokens:
-            job, table, missing, done = self._prompts.popleft()
-            if missing > tokens:
-                self._prompts.appendleft((job, table, missing - tokens, done))
-            else:
-                self.publish(job, table)
-                ended.append((table, done))
+            ended.append(heapq.heappop(self._decoding)[3:])
+        while self._prompts and not self._prompts[0].missing:
+            prompt = self._prompts.popleft()
+            self.publish(prompt.job, prompt.table)
+            ended.append((prompt.table, prompt.done))
         self._stepping = False
         for table, done in ended:
             self.pool.release(table)
