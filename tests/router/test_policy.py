@@ -78,6 +78,11 @@ def test_a_prefix_is_worth_what_it_saves_and_no_more():
     assert order("prefix-aware", ASK, idle, slow)[0] == "idle"
 
 
+def test_the_one_that_has_begun_earlier_ends_first():
+    rates = {"token_s": 1e-4, "backlog": 2000}
+    assert order("prefix-aware", ASK, worker("a", **rates), worker("b", **rates, computing_s=0.1)) == ["b", "a"]
+
+
 def test_only_leading_pages_count_and_the_last_token_never():
     assert cached_tokens(ASK, worker("a", holds=[0, 1, 3, 4])) == 128
     assert cached_tokens(ASK, worker("a", holds=range(1, 32))) == 0
@@ -118,7 +123,7 @@ def test_a_codec_of_other_parameters_than_any_decode_worker_has_is_named():
 
 
 def test_prompts_are_handed_out_as_they_are_computed():
-    """Two steps full of prompts; a client's only one waits for nobody, and what is cached takes no time."""
+    """Until two steps are full, however long the last one is; a client's only one waits for nobody."""
     ask = replace(ASK, prompt_tokens=2048)
     decode = [worker("d", token_s=1e-6)]
 
@@ -126,12 +131,11 @@ def test_prompts_are_handed_out_as_they_are_computed():
         choice = choose(POLICIES["prefix-aware"], asked, decode, prefill, urgent=urgent)
         return None if choice is None else [choice.decode.target, *(each.target for each in choice.prefill)]
 
-    busy, later = worker("busy", step_tokens=2048, backlog=2049), worker("later", step_tokens=2048, backlog=2048)
+    busy, later = worker("busy", step_tokens=2048, backlog=4096), worker("later", step_tokens=2048, backlog=4095)
     assert chosen(busy) is None
     assert chosen(busy, urgent=True) == ["d", "busy"]
     assert chosen(later) == ["d", "later"]
     assert chosen(busy, later) == ["d", "later", "busy"]
-    assert chosen(replace(busy, holds=range(16))) == ["d", "busy"]
     assert chosen(worker("idle", step_tokens=256)) == ["d", "idle"]  # however long it is
     assert chosen() == ["d"]
     assert choose(POLICIES["prefix-aware"], ask, [replace(busy, target="d")], [], urgent=False) is None
@@ -162,7 +166,7 @@ def test_a_decode_worker_computes_what_would_wait_too_long():
     assert chosen(here, spare_s=0.9, urgent=True) == ("d", "load", ["busy"])
     assert chosen(here, spare_s=-1.0, prefill=(busy, idle)) == ("d", "load", ["idle", "busy"])
     assert chosen(here, spare_s=-1.0, asked=replace(ask, local=True)) == ("d", "load", [])
-    engaged = worker("d", **costs, backlog=1)
+    engaged = worker("d", **costs, backlog=4096)
     assert chosen(engaged, spare_s=-1.0) is None
     assert chosen(engaged, worker("e", **costs, sequences=1), spare_s=-1.0) == ("e", "overflow", [])
     assert chosen(worker("d", sequences=8, **costs), spare_s=-1.0) is None

@@ -68,7 +68,7 @@ def test_limits_come_before_cost():
 def test_no_room_and_no_time():
     full = worker("a", sequences=64)
     assert way(full, full) is None
-    deep = [worker(name, backlog=4000) for name in "ab"]
+    deep = [worker(name, backlog=4096) for name in "ab"]
     assert way(*deep) is None
     assert way(*deep, urgent=True) is not None
     assert way(full, worker("b"))[:2] == ("b", [])
@@ -218,7 +218,7 @@ def test_prefill_workers_beside_them_come_first():
 
 
 def test_prompts_wait_for_the_workers_that_compute_them():
-    deep = worker("a", tokens_per_s=24_000, backlog=4000)
+    deep = worker("a", tokens_per_s=24_000, backlog=4096)
     other = worker("b", sequences=20)
     assert way(deep, other) is None
     assert way(deep, other, spare_s=-0.1)[:2] == ("b", [])

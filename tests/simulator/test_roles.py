@@ -77,6 +77,13 @@ def test_two_whole_workers_serve_what_was_measured(row, measured):
     assert layout.figures(layout.closed([row_of(row)], 10)[0])[0] == pytest.approx(measured, rel=0.08)
 
 
+def test_a_worker_has_the_next_long_prompt_before_it_ends_one():
+    """Else each is followed by two steps that compute none."""
+    layout = Layout("two whole", SPEEDS["h200"])
+    layout.closed([(64, 4000, 64)], 8)
+    assert layout.figures(layout.jobs)[0] > 13.7
+
+
 def test_single_requests_before_a_crowd_do_not_slow_it_down():
     """All that workers had measured is what one sequence takes."""
     crowd = (32, 1024, 128)

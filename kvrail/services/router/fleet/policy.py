@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from kvrail.values.kv_cache import suits
 
 STEPS_AHEAD = 2
-"""Steps full of prompts that a worker is given at a time: one is computed, one waits."""
+"""Steps full of prompts that a worker is given at least, if there are as many: one is computed, one waits."""
 USUAL_TOKEN_S = 5e-5
 """Seconds per token of a prompt on a worker without measurements: 20,000 tokens a second."""
 USUAL_SEQUENCE_S = 1e-4
@@ -96,12 +96,12 @@ class Load:
     @property
     def wait_s(self) -> float:
         """Seconds until its backlog is computed; 0 if its speed is not known."""
-        return max(0.0, self.backlog * self.compute_s - self.computing_s)
+        return wait_s(self, self.compute_s)
 
     @property
-    def slack(self) -> float:
-        """Tokens of a prompt on which it would start soon: a worker is kept busy, and given no more than that."""
-        return STEPS_AHEAD * self.step_tokens - self.backlog if self.step_tokens and self.backlog else math.inf
+    def fed(self) -> bool:
+        """Whether it has steps full of prompts to compute. Less, and it could end them before the next one comes."""
+        return 0 < STEPS_AHEAD * self.step_tokens <= self.backlog
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def choose(
     # A prefill worker samples one token.
     others = [] if request.local else policy.rank(replace(request, n=1, output_tokens=0), prefill)
     computing = others or roomy[:1]
-    in_time = [each for each in computing if request.prompt_tokens - each.cached_tokens <= loads[each.target].slack]
+    in_time = [each for each in computing if not loads[each.target].fed]
     first = in_time[0] if in_time else computing[0]
     if others and not in_time and loads[first.target].wait_s > spare_s:
         helper = _helper(request, roomy, first, loads)
@@ -196,7 +196,7 @@ def _helper(
         here = (load.backlog + missing) * (load.compute_s or busy.compute_s)
         if load.chunk_tokens:  # sequences that decode there have their part of each step
             here += (load.backlog + missing) / load.chunk_tokens * (load.step_s / 2 + load.sequences * load.sequence_s)
-        if missing <= load.slack and here <= there:
+        if not load.fed and here <= there:
             return each
     return None
 
@@ -293,7 +293,8 @@ class PrefixAware:
         sequence_s = known([each.load.sequence_s for each in ready], USUAL_SEQUENCE_S)
         held = [cached_tokens(request, each) for each in ready]
         costs = [
-            (request.prompt_tokens - held[place] + each.load.backlog) * token_s[place]
+            (request.prompt_tokens - held[place]) * token_s[place]
+            + wait_s(each.load, token_s[place])
             + each.load.sequences * sequence_s[place] * request.output_tokens
             for place, each in enumerate(ready)
         ]
@@ -324,6 +325,11 @@ def known(measured: Sequence[float], usual: float) -> list[float]:
     some = [each for each in measured if each > 0]
     mean = sum(some) / len(some) if some else usual
     return [each if each > 0 else mean for each in measured]
+
+
+def wait_s(load: Load, token_s: float) -> float:
+    """Seconds that a prompt waits there for those before it."""
+    return max(0.0, load.backlog * token_s - load.computing_s)
 
 
 def lot(request: PlacementRequest, target: str) -> int:

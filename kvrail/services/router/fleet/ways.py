@@ -18,7 +18,6 @@ from kvrail.services.router.fleet.policy import (
     USUAL_SEQUENCE_S,
     USUAL_TOKEN_S,
     Candidate,
-    Load,
     Placement,
     PlacementRequest,
     Policy,
@@ -30,6 +29,7 @@ from kvrail.services.router.fleet.policy import (
     known,
     lot,
     suitable,
+    wait_s,
 )
 from kvrail.services.router.fleet.split import Fleet, best_split
 
@@ -68,7 +68,7 @@ class _Worker:
 
     __slots__ = (
         *("chunk", "chunk_s", "computes", "decoding", "each", "load"),
-        *("sequence_s", "slack", "step_s", "token_s", "wait_s"),
+        *("sequence_s", "step_s", "token_s", "wait_s"),
     )
 
     def __init__(
@@ -80,9 +80,9 @@ class _Worker:
         """
         load, most = each.load, each.load.chunk_tokens or USUAL_CHUNK
         self.each, self.load, self.token_s, self.sequence_s = each, load, token_s, sequence_s
-        self.slack, self.computes = load.slack, busy is not None
+        self.computes = busy is not None
         self.decoding = load.sequences if both else 0
-        self.wait_s = _wait_s(load, token_s)
+        self.wait_s = wait_s(load, token_s)
         self.step_s = load.step_s + self.decoding * sequence_s if self.decoding else 0.0
         # Tokens of a step beside decoding: what keeps the limit of gaps, at least an eighth of the most.
         self.chunk = max(most / 8, min(most, (slo.gap_s - self.step_s) / token_s))
@@ -204,7 +204,7 @@ class Snapshot:
         rated = list(zip(ready, _token_s(ready), strict=True))
         prompts = sum(each.load.tokens_per_s * each_s for each, each_s in rated)
         others = [] if self._split is None else names[self._split :]
-        waits = (_wait_s(each.load, each_s) for each, each_s in rated if each.target not in others)
+        waits = (wait_s(each.load, each_s) for each, each_s in rated if each.target not in others)
         fleet = Fleet(
             decoding=len(deciding),
             both=len(names),
@@ -250,7 +250,7 @@ def _choose(
     """The better of the best worker alone and the best two: one that computes and one that decodes."""
 
     def in_time(workers: Iterable[_Worker]) -> list[_Worker]:
-        return [each for each in workers if urgent or (each.slack > 0 and prompt.missing(each) <= each.slack)]
+        return [each for each in workers if urgent or not each.load.fed]
 
     deciding = [each for each in kind.deciding if request.local or each.each.target in kind.both]
     able_to = [] if request.local else in_time(kind.computing)
@@ -308,11 +308,6 @@ def _way(here: _Cost | None, apart: _Cost | None, usual: str) -> tuple[str, str]
     else:
         way = HERE if here.seconds * margin < apart.seconds else APART
     return way, "cost" if way == cheaper else "usual"
-
-
-def _wait_s(load: Load, token_s: float) -> float:
-    """Seconds that a prompt waits there for those before it."""
-    return max(0.0, load.backlog * token_s - load.computing_s)
 
 
 def _token_s(ready: Sequence[Candidate]) -> list[float]:
