@@ -57,6 +57,26 @@ class H100:
 
 
 @contextlib.contextmanager
+def compiling() -> Iterator[list[str]]:
+    """Launches are compiled and do nothing; yields their kernels' names. In a process without Triton's interpreter."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compile_only, names = JITFunction.run, []
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compile_only(self, *args, grid=grid, warmup=True, **kwargs)
+        names.append(self.__name__)
+
+    driver.set_active(H100())
+    JITFunction.run = launch
+    try:
+        yield names
+    finally:
+        JITFunction.run = compile_only
+
+
+@contextlib.contextmanager
 def emulated(edit: Edit = lambda ptx: ptx, **options: int) -> Iterator[None]:
     """Launches are compiled and run here, block after block; edit: changes what was compiled; options: of launches.
 

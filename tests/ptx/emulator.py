@@ -94,6 +94,7 @@ class Block:
         self.threads = np.arange(program.threads)
         self.warps, self.lanes = self.threads // WARP, self.threads % WARP
         self.registers: dict[str, Values] = {"%tid.x": self.threads.astype(np.uint64), "global_smem": self.filled(0)}
+        self.registers["%laneid"] = self.lanes.astype(np.uint64)
         for axis, number, size in zip("xyz", place, sizes, strict=True):
             self.registers[f"%ctaid.{axis}"], self.registers[f"%nctaid.{axis}"] = self.filled(number), self.filled(size)
         for region in (*regions, self.shared):

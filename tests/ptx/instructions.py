@@ -168,6 +168,18 @@ def _bitwise(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
     return BITWISE[it.name](a, b)
 
 
+@computes("lop3")
+def _of_three(it: Instruction, a: Values, b: Values, c: Values, table: Values) -> npt.NDArray[Any]:
+    """Each bit is that of `table` which the three bits of a, b and c number."""
+    found = np.zeros_like(a)
+    for bit in range(it.bits):
+        number = sum(
+            (each >> np.uint64(bit) & np.uint64(1)) << np.uint64(2 - place) for place, each in enumerate((a, b, c))
+        )
+        found |= (table >> number & np.uint64(1)) << np.uint64(bit)
+    return found
+
+
 @computes("not")
 def _not(it: Instruction, a: Values) -> npt.NDArray[Any]:
     return unsigned(~a, it.bits)

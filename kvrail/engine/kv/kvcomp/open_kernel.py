@@ -58,7 +58,7 @@ def _entry(held, entries, ASSEMBLED: tl.constexpr):
     """The entry of the code that `held` begins with: lanes ask one another, since a load takes longer."""
     if ASSEMBLED:
         entry = tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [entries, held],
+            "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", [entries, held],
             dtype=tl.uint32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
@@ -170,9 +170,11 @@ def codes_of_tile(
     begin = BEGIN + 0 * tl.arange(0, 128)
     words: tl.constexpr = ROWS * COLUMNS // 512
     codes = _codes_of(pair, begin, begin + 4 * ROWS, begin * 0 + (not KEYS), tables, words, ASSEMBLED)
-    if words == 16:
-        return tl.permute(codes, (4, 3, 0, 1, 2))
-    return tl.permute(codes, (3, 0, 1, 2))
+    if words == 16:  # noqa: SIM108 a branch on constants
+        codes = tl.permute(codes, (4, 3, 0, 1, 2))
+    else:
+        codes = tl.permute(codes, (3, 0, 1, 2))
+    return codes
 
 
 @triton.jit
