@@ -1,13 +1,14 @@
 """Decode attention over closed pages beside bfloat16 pages, and the rates of closing and opening, on a GPU.
 
     python -m benchmarks.kv_formats [--forms lossless,int8,int4,kvcomp,rot3] [--escapes 0,1e-4,1e-3]
-        [--loads 64x2048,1x32768] [--sweep] [--no-rates]
+        [--loads 64x2048,1x32768] [--sweep] [--no-rates] [--open]
 
 One layer of Qwen3-8B's shape: 32 heads over 8 KV heads of 128, pages of 64 tokens. KV is drawn: normal, each channel of
 another scale, and a share of values so small that they are escapes, beside some 5e-5 that are so by themselves. Each
 time is the median of replays of a captured graph whose launches go over several layers, so that no cache holds their
 pages. Both kernels must give the same bits, or the benchmark fails; beside lossy pages, whose sequences begin
-with an open page, bfloat16 pages hold what these give opened. --sweep: also other launch parameters.
+with an open page, bfloat16 pages hold what these give opened. --sweep: also other launch parameters. --open: no page is
+closed yet, as with short requests, in a pool that can close pages. A form may also be one of eight bits.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from kvrail.engine.kv.lossless.form import GROUPS, RAW, SLOTS, TOKENS, Tile
 from kvrail.values.layout import KVLayout
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-"""Bits that attention knows a lossy form by."""
+EIGHT = ("float8_e4m3fn", "float8_e5m2")
+"""Not closed forms: plain pages of eight bits with scales, timed beside. Their bits are not compared."""
 LOADS = "64x2048,32x8192,8x32768,1x32768"
 _DISTINCT = 256
 """Pages that are drawn; pools repeat them."""
@@ -42,7 +44,7 @@ SWEEP = [DecodeTuning(stages=stages, registers=registers) for stages in (3, 4, 5
 class Load:
     """`batch` sequences of `context` tokens in pages of both forms, each with one new token."""
 
-    def __init__(self, form: str, batch: int, context: int, escapes: float) -> None:
+    def __init__(self, form: str, batch: int, context: int, escapes: float, opened: bool = False) -> None:
         torch.manual_seed(0)
         self.form = form
         pages = batch * context // TOKENS
@@ -53,7 +55,7 @@ class Load:
         last = torch.arange(pages, pages + batch, device="cuda")[:, None]
         self.table = torch.cat([order, last], 1).int()
         self.lengths = torch.full((batch,), context + 1, dtype=torch.int32, device="cuda")
-        self.closed_tokens = self.lengths - 1
+        self.closed_tokens = torch.zeros_like(self.lengths) if opened else self.lengths - 1
         self.counters = torch.zeros(batch * KV_HEADS, dtype=torch.int32, device="cuda")
         self.query = torch.randn(batch, HEADS, DIM, device="cuda").bfloat16()
         self.key, self.value = torch.randn(2, batch, KV_HEADS, DIM, device="cuda").bfloat16()
@@ -61,6 +63,12 @@ class Load:
     def _fill(self, pages: int, batch: int, escapes: float) -> None:
         """Pages are drawn from _DISTINCT, which the kernels for CPUs close."""
         keys, values = (draw(_DISTINCT, escapes) for _ in range(2))
+        if self.form in EIGHT:
+            chosen = torch.randint(_DISTINCT, (self.layers, pages + batch)).cuda()
+            self.keys, self.values = (pool.cuda()[chosen] for pool in (keys, values))
+            self.eights = [pool.to(getattr(torch, self.form)) for pool in (self.keys, self.values)]
+            self.scales = torch.ones(*self.keys.shape[:-1], device="cuda")
+            return
         every, width = torch.arange(_DISTINCT), FORMS[self.form]
         closed = pool_of(self.form, 1, _DISTINCT, _DISTINCT * KV_HEADS * 2, "cpu")
         closed.close(keys[None], values[None], every, every)
@@ -81,7 +89,7 @@ class Load:
             self.query,
             self.key,
             self.value,
-            LayerPages(self.keys[layer], self.values[layer], closed=self.closed.layer(layer) if closed else None),
+            self._pages(layer, closed),
             self.table,
             self.lengths,
             self.counters,
@@ -89,9 +97,16 @@ class Load:
             self.options,
             self.processors,
             tuning,
-            self.closed_tokens if closed else None,
+            self.closed_tokens if closed and self.form not in EIGHT else None,
         )
         return out
+
+    def _pages(self, layer: int, closed: bool) -> LayerPages:
+        if not closed:
+            return LayerPages(self.keys[layer], self.values[layer])
+        if self.form in EIGHT:
+            return LayerPages(*(pool[layer] for pool in self.eights), *[self.scales[layer]] * 2)
+        return LayerPages(self.keys[layer], self.values[layer], closed=self.closed.layer(layer))
 
     def microseconds(self, closed: bool, tuning: DecodeTuning | None = None) -> float:
         """Of one layer's attention."""
@@ -105,7 +120,7 @@ class Load:
 
     def raw_share(self) -> float:
         """Share of tiles that are raw."""
-        if FORMS[self.form]:
+        if FORMS.get(self.form, True):
             return 0.0
         form = Tile(DIM)
         words = self.closed.pages.view(torch.int32).unflatten(-1, (2, form.bytes // 4))
@@ -120,6 +135,8 @@ def pool_of(form: str, layers: int, pages: int, units: int, device: str) -> Clos
 
 def bits_of(form: str) -> float:
     """Bits a value."""
+    if form in EIGHT:
+        return 8 + 32 / DIM
     return 16 * page_bytes(layout_of(1), FORMS[form]) / layout_of(1).page_bytes
 
 
@@ -163,7 +180,7 @@ def timed(launch: Callable[[], None], captured: bool = False) -> float:
 
 def measure(load: Load, name: str, escapes: float, sweep: bool) -> bool:
     """Print one load's figures; whether the bits are the same."""
-    same = all(
+    same = load.form in EIGHT or all(
         torch.equal(*(load.attend(layer, closed).view(torch.int16) for closed in (False, True)))
         for layer in range(load.layers)
     )
@@ -221,6 +238,7 @@ def main() -> None:
     parser.add_argument("--loads", default=LOADS, help="empty: only closing and opening")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--no-rates", action="store_true", help="only attention")
+    parser.add_argument("--open", action="store_true", help="no page is closed yet")
     arguments = parser.parse_args()
     same, forms = True, arguments.forms.split(",")
     bits = ", ".join(f"{form} {bits_of(form):.2f}" for form in forms)
@@ -229,13 +247,15 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for form, name in itertools.product(forms, filter(None, arguments.loads.split(","))):
         batch, context = map(int, name.split("x"))
-        shares = [0.0] if FORMS[form] else [*map(float, arguments.escapes.split(","))]
+        shares = [0.0] if FORMS.get(form, True) else [*map(float, arguments.escapes.split(","))]
         for number, escapes in enumerate(shares):
-            load = Load(form, batch, context, escapes)
+            load = Load(form, batch, context, escapes, arguments.open)
             same &= measure(load, name, escapes, arguments.sweep and not number)
             del load
             torch.cuda.empty_cache()
-    for form, (layers, pages) in itertools.product(forms, ((1, 16), (36, 1), (36, 128))):
+    for form, (layers, pages) in itertools.product(
+        [form for form in forms if form in FORMS], ((1, 16), (36, 1), (36, 128))
+    ):
         same &= arguments.no_rates or rates(form, layers, pages)
     if not same:
         raise SystemExit("closed pages do not give the bits of plain ones")

@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before
 
 from kvrail.engine.attention import reference
 from kvrail.engine.attention.triton.decode_kernel import decode_attention, splits_for
+from kvrail.engine.attention.triton.decode_kernel import tuning_for as decode_tuning
 from kvrail.engine.attention.triton.order import HeadShape, parts_of
 from kvrail.engine.attention.triton.order_kernel import begins_part, part_begin, part_of
 from kvrail.engine.attention.triton.page_kernels import write_pages
@@ -67,6 +68,12 @@ def test_long_sequences_are_split_only_where_the_batch_does_not_fill_the_chip() 
     assert splits_for(8, 8, 264, 64) == (8, 128)
     assert splits_for(24, 8, 264, 64) == (4, 1024)
     assert splits_for(64, 8, 264, 64) == (4, 4096)
+
+
+def test_programs_over_lossless_pages_leave_few_places_of_their_last_round_empty() -> None:
+    shape = HeadShape(128, 128, 2, 2)
+    registers = {rows: decode_tuning(shape, rows, 8, 132, 0).registers for rows in (1, 8, 32, 48, 64, 128)}
+    assert registers == {1: 168, 8: None, 32: 168, 48: 168, 64: None, 128: 168}
 
 
 def test_decode_of_padding_is_zero_and_stores_nothing() -> None:

@@ -1,7 +1,8 @@
 """PTX as Triton compiles it, run on a CPU: one block at a time, all of its threads in lockstep.
 
 What lockstep would hide raises Fault: accesses of two warps that no barrier orders (`memory`), a branch that some
-threads take and others do not. Threads of one warp are taken to run together.
+threads of a warp take and others do not. Threads of one warp are taken to run together. Warps that alone take a branch
+forward wait where it leads to.
 """
 
 import functools
@@ -97,6 +98,7 @@ class Block:
         self.registers["%laneid"] = self.lanes.astype(np.uint64)
         for axis, number, size in zip("xyz", place, sizes, strict=True):
             self.registers[f"%ctaid.{axis}"], self.registers[f"%nctaid.{axis}"] = self.filled(number), self.filled(size)
+        self.ahead: dict[int, Mask] = {}  # threads that wait, by where
         for region in (*regions, self.shared):
             region.begin(program.threads // WARP)
 
@@ -126,10 +128,11 @@ class Block:
 
     def active(self, it: Instruction) -> Mask:
         """Threads for which an instruction runs."""
+        here = ~np.any(list(self.ahead.values()), axis=0) if self.ahead else np.ones(len(self.threads), bool)
         if not it.guard:
-            return np.ones(len(self.threads), bool)
+            return here
         taken: Mask = self.value(it.guard) != 0
-        return ~taken if it.negated else taken
+        return here & (~taken if it.negated else taken)
 
     def locate(self, it: Instruction, operand: str, size: int, active: Mask) -> tuple[Region, Indices]:
         """The memory that active threads name, and their offsets in it, [active]; size: bytes of each."""
@@ -148,19 +151,30 @@ class Block:
         """Until the threads return. Raises Fault."""
         at: int | None = 0
         while at is not None:
+            self.ahead.pop(at, None)
             it = self.program.code[at]
             at += 1
             if it.name in ("bra", "ret"):
-                taken = self.active(it)
-                if taken.any() != taken.all():
-                    raise Fault(f"some threads branch, others do not: {it.text}")
-                if taken.all():
-                    at = self.program.labels[it.operands[0]] if it.name == "bra" else None
+                at = self.branch(it, at)
             elif it.name in COMPUTED:
                 inputs = [self.value(operand) for operand in it.operands[1:]]
                 self.put(it.operands[0], instructions.compute(it, inputs), self.active(it))
             else:
                 EFFECTS[it.name](self, it, self.active(it))
+
+    def branch(self, it: Instruction, behind: int) -> int | None:
+        """Where threads go on, None: nowhere. behind: the next instruction. Raises Fault where one warp's part."""
+        taken = self.active(it)
+        if not taken.any():
+            return behind
+        target = self.program.labels[it.operands[0]] if it.name == "bra" else None
+        if taken.all():
+            return target
+        of_warps = taken.reshape(-1, WARP)
+        if target is None or target < behind or self.ahead or (of_warps.any(1) != of_warps.all(1)).any():
+            raise Fault(f"some threads branch, others do not: {it.text}")
+        self.ahead[target] = taken
+        return behind
 
 
 def run(

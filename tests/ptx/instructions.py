@@ -33,7 +33,7 @@ class Instruction:
 
     @classmethod
     def parse(cls, text: str) -> "Instruction":
-        found = re.match(r"^(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)$", text)
+        found = re.match(r"^(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)$", text)
         if not found:
             raise Fault(f"not an instruction: {text}")
         negated, guard, code, rest = found.groups()

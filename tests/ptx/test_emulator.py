@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrail.engine.attention.triton.order_kernel import widened
 from tests.ptx.compiled import emulated, in_a_child
 from tests.ptx.instructions import Fault
 from tests.ptx.memory import Race
@@ -64,6 +65,26 @@ def bytes_kernel(first, second, out):
 
 
 @triton.jit
+def widen_kernel(given, out):
+    """int8 [256], each once, as two types of eight bits; made bfloat16 [2, 256]."""
+    at = tl.arange(0, 256)
+    values = tl.load(given + at)
+    tl.store(out + at, widened(values.to(tl.float8e4nv, bitcast=True), tl.bfloat16, True))
+    tl.store(out + 256 + at, widened(values.to(tl.float8e5, bitcast=True), tl.bfloat16, True))
+
+
+@triton.jit
+def branch_kernel(out, DIVISOR: tl.constexpr):
+    """int32 [128]: 1 of threads whose number / DIVISOR is even, else 2."""
+    at = tl.arange(0, 128)
+    code: tl.constexpr = """{ .reg .pred p; mov.b32 $0, 1; setp.eq.s32 p, $1, 0; @p bra skip_${:uid};
+        mov.b32 $0, 2;
+        skip_${:uid}:
+        }"""
+    tl.store(out + at, tl.inline_asm_elementwise(code, "=&r,r", [at // DIVISOR % 2], tl.int32, False, 1))
+
+
+@triton.jit
 def exchange_kernel(given, out, BARRIER: tl.constexpr):
     """int32 [128], reversed by way of memory that all threads share."""
     at = tl.arange(0, 128)
@@ -99,6 +120,23 @@ def compute() -> None:
         x, y = a.view(np.float32), b.view(np.float32)
         larger = np.where(np.abs(x) <= y, x - y, np.fmax(x, y))
         assert np.array_equal(floats.numpy(), np.stack([x + y, x * y, x / y, larger]), equal_nan=True)
+
+
+def widen() -> None:
+    every, out = torch.arange(256, dtype=torch.uint8), torch.zeros(2, 256, dtype=torch.bfloat16)
+    widen_kernel[(1,)](every.view(torch.int8), out)
+    for found, dtype in zip(out, (torch.float8_e4m3fn, torch.float8_e5m2), strict=True):
+        wanted = every.view(dtype).to(torch.bfloat16)
+        kept = wanted.isfinite()
+        assert torch.equal(found.view(torch.int16)[kept], wanted.view(torch.int16)[kept]) and found.isfinite().all()
+
+
+def branch() -> None:
+    out = torch.zeros(128, dtype=torch.int32)
+    branch_kernel[(1,)](out, 32)
+    assert out.tolist() == ([1] * 32 + [2] * 32) * 2
+    with pytest.raises(Fault, match="some threads branch"):
+        branch_kernel[(1,)](out, 16)
 
 
 def reduce() -> None:
@@ -169,7 +207,7 @@ def faults() -> None:
             exchange_kernel[(1,)](random(127 if message == "outside of" else 128), out, True)
 
 
-@pytest.mark.parametrize("case", ["compute", "reduce", "transpose", "choose_bytes"])
+@pytest.mark.parametrize("case", ["compute", "reduce", "transpose", "choose_bytes", "widen", "branch"])
 def test_numpys_results(case: str, cache: Path) -> None:
     in_a_child(right, case, cache=cache)
 

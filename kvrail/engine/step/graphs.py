@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 GROUPS = 12
 """Groups of layers of a step: behind the last one, a twelfth of the step's pages is still to be sent."""
-TILE_TOKENS = 16
-"""Sizes of steps are multiples of this, the least number of tokens that a GPU's matrix units take."""
 STEPS = 3
 """Steps that may be on the device at once, and one more."""
 VERIFIED_ROWS = 64
@@ -255,8 +253,8 @@ def batch_sizes(max_running: int) -> list[int]:
 
 
 def token_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens, and last `max_tokens`; for 512 tokens or more, never more than an eighth beyond a step's."""
-    sizes = [32, *range(64, 512, 64), 512]
+    """Numbers of tokens, and last `max_tokens`; from 512, eight between powers of two, which prompts often have."""
+    sizes = [32, 64]
     while sizes[-1] < max_tokens:
-        sizes.append(sizes[-1] * 9 // 8 // TILE_TOKENS * TILE_TOKENS)
+        sizes.append(sizes[-1] + max(64, 1 << sizes[-1].bit_length() - 4))
     return [*(size for size in sizes if size < max_tokens), max_tokens]

@@ -7,7 +7,7 @@ from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_s
 from kvrail.engine.kv.fixed.open_kernel import SHRUNK, open_tile
 from kvrail.engine.kv.kvcomp import form
 from kvrail.engine.kv.kvcomp.open_kernel import CODED, codes_of_pair, fetch_ahead, open_coded
-from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
+from kvrail.engine.kv.lossless.open_kernel import bytes_of_values, open_keys, values_of_bytes
 from kvrail.engine.kv.rotated.open_kernel import KEY_BITS, ROTATED, open_rotated
 
 
@@ -34,10 +34,20 @@ def stages_of(code_bits: int) -> int | None:
     return 1 if code_bits == form.CODED else None
 
 
+@triton.constexpr_function
+def open_stages_of(code_bits: int) -> int:
+    """Pipeline stages of the decode kernel's loops over open blocks beside closed ones.
+
+    They cost the loop over closed blocks registers, and shared memory where it takes less than 45 KiB.
+    """
+    return 1 if code_bits in (form.CODED, ROTATED.value) else 3
+
+
 @triton.jit
-def closed_codes_of(
+def read_ahead(
     pair,
     spare,
+    unit_bytes,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -45,12 +55,18 @@ def closed_codes_of(
     CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """The codes of a block's keys and values where streams have them; elsewhere nothing that is used."""
+    """What is read of a block before its scores, in two parts; where nothing is, two of `pair`.
+
+    Of streams the codes of keys, and of values. Of lossless pages the low bytes of values, and the high ones: what they
+    wait for is then under way while scores are computed, and what is left to do fills the gaps of products.
+    """
     if CODE_BITS == CODED:
-        keys, values = codes_of_pair(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, ASSEMBLED)
+        one, other = codes_of_pair(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, ASSEMBLED)
+    elif CODE_BITS:
+        one, other = pair, pair
     else:
-        keys, values = pair, pair
-    return keys, values
+        one, other = bytes_of_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
+    return one, other
 
 
 @triton.jit
@@ -75,7 +91,7 @@ def closed_scores_of(
 ):
     """What scores_of computes, of a block of a closed page.
 
-    pair: see pair_of; codes: see closed_codes_of; spare: spare units, of unit_bytes.
+    pair: see pair_of; codes: the first part of read_ahead; spare: spare units, of unit_bytes.
     CODE_BITS: bits of a value of fixed width, or CODED or ROTATED, whose products are / SHRUNK, or 0 in lossless pages.
     In CODED pages `spare` is the tables of codes.
     """
@@ -96,12 +112,9 @@ def closed_scores_of(
 def add_closed_block(
     scores,
     pair,
-    codes,
-    spare,
-    unit_bytes,
-    acc,
-    top,
-    total,
+    one,
+    other,
+    part,
     scale,
     softcap,
     dtype: tl.constexpr,
@@ -112,19 +125,23 @@ def add_closed_block(
     SOFTCAP: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """What add_block does, of a block of a closed page. KEY_TILE: bytes of the keys before its values."""
+    """What add_block does, of a block of a closed page.
+
+    one, other: see read_ahead; KEY_TILE: bytes of the keys before its values.
+    """
+    acc, top, total = part
     times: tl.constexpr = SHRUNK if CODE_BITS else 1.0  # scores and values are as much too small
     weights, shrink, higher, total = weights_of(
         scores, top, total, softcap if SOFTCAP else scale * times, dtype, BLOCK, times
     )
     if CODE_BITS == CODED:
-        v = open_coded(pair + KEY_TILE, codes, BLOCK, VALUE_DIM, ASSEMBLED)
+        v = open_coded(pair + KEY_TILE, other, BLOCK, VALUE_DIM, ASSEMBLED)
     elif CODE_BITS == ROTATED:
         v = open_rotated(pair + KEY_TILE, VALUE_DIM, ASSEMBLED)
     elif CODE_BITS:
         v = open_tile(pair + KEY_TILE, CODE_BITS, BLOCK, VALUE_DIM, ASSEMBLED)
     else:
-        v = open_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
+        v = values_of_bytes(one, other, VALUE_DIM, ASSEMBLED)
     weighted = acc * shrink[:, None]
     acc = tl.dot(weights.to(dtype), apart(v.to(dtype), ASSEMBLED), weighted, input_precision="ieee")
     return acc, higher, total
@@ -133,9 +150,7 @@ def add_closed_block(
 @triton.jit
 def add_closed_blocks(
     q,
-    closed_pages,
-    spare,
-    unit_bytes,
+    closed,
     table,
     kv_head,
     begin,
@@ -145,18 +160,11 @@ def add_closed_blocks(
     kv_len,
     scale,
     softcap,
-    part_out,
-    part_top,
-    part_total,
-    place,
+    parts,
     alone,
     live,
-    all_acc,
-    all_top,
-    all_total,
-    acc,
-    top,
-    total,
+    before,
+    part,
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -170,23 +178,23 @@ def add_closed_blocks(
     CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """The decode kernel's loop over a share's closed blocks, `begin` to `opened`."""
+    """The decode kernel's loop over a share's closed blocks, `begin` to `opened`. closed: see LayerPages."""
+    closed_pages, spare, unit_bytes = closed
     for block in tl.range(begin, opened, BLOCK, num_stages=stages_of(CODE_BITS)):
         pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
         if CODE_BITS == CODED:
             after = tl.minimum(block + BLOCK, opened - BLOCK)
             fetch_ahead(pair_of(closed_pages, table, after, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES), ASSEMBLED)
-        key_codes, value_codes = closed_codes_of(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
+        one, other = read_ahead(pair, spare, unit_bytes, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
         scores = closed_scores_of(
-            q, pair, key_codes, spare, unit_bytes, block, position, kv_len, scale, softcap,
+            q, pair, one, spare, unit_bytes, block, position, kv_len, scale, softcap,
             KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
-        acc, top, total = add_closed_block(
-            scores, pair, value_codes, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
+        part = add_closed_block(
+            scores, pair, one, other, part, scale, softcap, q.dtype,
             VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
         )  # fmt: skip
-        all_acc, all_top, all_total, acc, top, total = end_block(
-            part_out, part_top, part_total, place, block, end, alone, live,
-            all_acc, all_top, all_total, acc, top, total, ROWS, VALUE_DIM, VALUE_DIM, BLOCK,
+        before, part = end_block(
+            parts, block, end, alone, live, before, part, ROWS, VALUE_DIM, VALUE_DIM, BLOCK
         )  # fmt: skip
-    return all_acc, all_top, all_total, acc, top, total
+    return before, part

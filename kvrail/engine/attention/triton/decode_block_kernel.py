@@ -9,10 +9,7 @@ from kvrail.engine.attention.triton.order_kernel import add_block, end_block, sc
 @triton.jit
 def add_open_blocks(
     q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
+    pools,
     table,
     kv_head,
     begin,
@@ -22,18 +19,11 @@ def add_open_blocks(
     kv_len,
     scale,
     softcap,
-    part_out,
-    part_top,
-    part_total,
-    place,
+    parts,
     alone,
     live,
-    all_acc,
-    all_top,
-    all_total,
-    acc,
-    top,
-    total,
+    before,
+    part,
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -48,19 +38,22 @@ def add_open_blocks(
     SEVERED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add the blocks from `begin` to `stop` of a share that ends at `end`. STAGES: of this loop; None: the kernel's."""
+    """Add the blocks from `begin` to `stop` of a share that ends at `end` to (`before`, `part`).
+
+    pools: see LayerPages.arguments; parts: see `leave`; STAGES: of this loop; None: the kernel's.
+    """
+    keys, values, key_scales, value_scales = pools
     for block in tl.range(begin, stop, BLOCK, num_stages=STAGES):
         base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
         scores = scores_of(
             q, keys, key_scales, base, rows, block, position, kv_len, scale, softcap,
             KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, True,
         )  # fmt: skip
-        acc, top, total = add_block(
-            scores, values, value_scales, base, rows, acc, top, total, block, kv_len, scale, softcap, q.dtype,
+        part = add_block(
+            scores, values, value_scales, base, rows, part, block, kv_len, scale, softcap, q.dtype,
             VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, True,
         )  # fmt: skip
-        all_acc, all_top, all_total, acc, top, total = end_block(
-            part_out, part_top, part_total, place, block, end, alone, live, all_acc, all_top, all_total,
-            acc, top, total, ROWS, VALUE_DIM, VALUE_DIM_PADDED, BLOCK,
+        before, part = end_block(
+            parts, block, end, alone, live, before, part, ROWS, VALUE_DIM, VALUE_DIM_PADDED, BLOCK
         )  # fmt: skip
-    return all_acc, all_top, all_total, acc, top, total
+    return before, part

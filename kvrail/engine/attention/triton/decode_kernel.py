@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.triton.closed_kernel import add_closed_blocks
+from kvrail.engine.attention.triton.closed_kernel import add_closed_blocks, open_stages_of
 from kvrail.engine.attention.triton.decode_block_kernel import add_open_blocks
 from kvrail.engine.attention.triton.order import (
     HeadShape,
@@ -26,23 +26,21 @@ from kvrail.engine.attention.triton.order import (
     severed,
 )
 from kvrail.engine.attention.triton.order_kernel import (
-    LOWEST,
     fold,
     join,
     leave,
+    none_before,
     nothing,
     output_of,
     part_of,
     share_of,
-    sums_of,
+    summed,
 )
 from kvrail.engine.attention.triton.page_kernels import store_rows, unit_stride
 from kvrail.engine.kv.formats import LayerPages
 
 _FEW_ROWS = 4
 _MAX_SPLITS = 64
-_OPEN_STAGES = tl.constexpr(1)
-"""Of loops over the few open blocks beside closed ones: more would take shared memory from the loop over those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +56,39 @@ class DecodeTuning:
     registers: int | None = None
 
 
-def tuning_for(shape: HeadShape, rows: int, code_bits: int | None = None) -> DecodeTuning:
-    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128.
+def tuning_for(
+    shape: HeadShape, rows: int, kv_heads: int, processors: int, code_bits: int | None = None
+) -> DecodeTuning:
+    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 and an H200 for heads of 128.
 
     code_bits: of closed pages, see LayerPages.closed_tiles; None: all pages are plain. With few sequences each program
     needs more loads under way; with many, more programs at once are faster. 1 x 2,048 plain tokens take 10.1 us
     with the former parameters and 11.2 with the latter, 32 x 1,152 tokens 67.8 and 64.9.
     """
-    few = rows <= _FEW_ROWS
+    few, narrow = rows <= _FEW_ROWS, shape.page_bytes == 1
     if block_of(shape) < 64:
         return DecodeTuning(stages=2)
+    if code_bits is None and few:
+        return DecodeTuning(stages=5, registers=168 if narrow else None)
     if code_bits is None:
-        return DecodeTuning(stages=5) if few else DecodeTuning(stages=3, registers=128)
-    if code_bits == 0:
-        return DecodeTuning(stages=3, registers=168) if few else DecodeTuning(stages=5)
+        return DecodeTuning(stages=5 if narrow else 3, registers=128)
+    if code_bits == 0 and not few:
+        return DecodeTuning(stages=5, registers=_lossless_registers(rows, kv_heads, processors))
     return DecodeTuning(stages=5, registers=168 if few else 128)
+
+
+def _lossless_registers(rows: int, kv_heads: int, processors: int) -> int | None:
+    """Registers of a thread over lossless pages: 168 lets three programs share a processor, None lets two.
+
+    Three read 1.15 times as fast as two, but more of their last round may be empty: on an H200, 48 sequences of 3,072
+    tokens take 0.83 of bfloat16's time with 168 and 1.13 with None, 64 of 2,048 tokens 1.08 and 0.87.
+    """
+    wanted = DecodeTuning().programs * processors
+    programs = rows * kv_heads
+    if programs < wanted:
+        programs *= splits_for(rows, kv_heads, wanted, 64)[0]
+    three, two = (number * -(-programs // (number * processors)) for number in (3, 2))
+    return 168 if three <= 1.15 * two else None
 
 
 def splits_for(rows: int, kv_heads: int, programs: int, block: int) -> tuple[int, int]:
@@ -121,13 +137,11 @@ def _join_if_last(
     counter,
     left,
     out,
-    part_out,
-    part_top,
-    part_total,
+    parts,
     sinks,
     row,
     kv_head,
-    parts,
+    count,
     part_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -137,12 +151,12 @@ def _join_if_last(
     SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Count the parts that this program left; join all where these were the last ones."""
+    """Count the parts that this program left; join all `count` where these were the last ones."""
     tl.debug_barrier()  # all threads' stores come before the count that announces them
-    if tl.atomic_add(counter, left, sem="acq_rel") + left == parts:
+    if tl.atomic_add(counter, left, sem="acq_rel") + left == count:
         tl.store(counter, 0)  # for the next layer
         join(
-            out, part_out, part_top, part_total, sinks, row, kv_head, parts, part_stride,
+            out, parts, sinks, row, kv_head, count, part_stride,
             KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
         )  # fmt: skip
 
@@ -233,49 +247,42 @@ def _decode_kernel(
         other=0.0,
     )
     position = tl.full([1], kv_len - 1, tl.int32)
-    place = (row * KV_HEADS * GROUP + head) * part_stride - part_of(first)
-    all_acc = tl.zeros([GROUP_PADDED, VALUE_DIM_PADDED], tl.float32)
-    all_top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
-    all_total = tl.zeros([GROUP_PADDED], tl.float32)
-    acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
+    pools, closed_pool = (keys, values, key_scales, value_scales), (closed_pages, spare, unit_bytes)
+    parts = (part_out, part_top, part_total, (row * KV_HEADS * GROUP + head) * part_stride - part_of(first))
+    before, part = none_before(GROUP_PADDED, VALUE_DIM_PADDED), nothing(GROUP_PADDED, VALUE_DIM_PADDED)
     closed = begin
     if LEAD > 0:
         closed = tl.maximum(begin, tl.minimum(LEAD, end))
-        all_acc, all_top, all_total, acc, top, total = add_open_blocks(
-            q, keys, values, key_scales, value_scales, table, kv_head, begin, closed, end, position, kv_len, scale,
-            softcap, part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total,
-            KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW,
-            SOFTCAP, LIMIT > 0, SEVERED, _OPEN_STAGES,
+        before, part = add_open_blocks(
+            q, pools, table, kv_head, begin, closed, end, position, kv_len, scale, softcap, parts, alone, live, before,
+            part, KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK,
+            WINDOW, SOFTCAP, LIMIT > 0, SEVERED, open_stages_of(CODE_BITS),
         )  # fmt: skip
     opened = closed
     if BOTH_TILES:
         opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + row), end))
-        all_acc, all_top, all_total, acc, top, total = add_closed_blocks(
-            q, closed_pages, spare, unit_bytes, table, kv_head, closed, opened, end, position, kv_len, scale, softcap,
-            part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total,
-            KV_HEADS, GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES,
-            CODE_BITS, ASSEMBLED,
+        before, part = add_closed_blocks(
+            q, closed_pool, table, kv_head, closed, opened, end, position, kv_len, scale, softcap, parts, alone, live,
+            before, part, KV_HEADS, GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE,
+            BOTH_TILES, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
-    all_acc, all_top, all_total, acc, top, total = add_open_blocks(
-        q, keys, values, key_scales, value_scales, table, kv_head, opened, end, end, position, kv_len, scale, softcap,
-        part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total,
+    before, part = add_open_blocks(
+        q, pools, table, kv_head, opened, end, end, position, kv_len, scale, softcap, parts, alone, live, before, part,
         KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
-        LIMIT > 0, SEVERED, _OPEN_STAGES if BOTH_TILES else None,
+        LIMIT > 0, SEVERED, open_stages_of(CODE_BITS) if BOTH_TILES else None,
     )  # fmt: skip
 
     if alone:
-        all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-        result = output_of(all_acc, all_top, all_total, sinks, head, live, SINKS)
+        result = output_of(fold(before, summed(part)), sinks, head, live, SINKS)
         value_dim = tl.arange(0, VALUE_DIM_PADDED)
         where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
         tl.store(out + where, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
     else:
-        part = place + part_of(end - 1)
-        leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
+        leave(parts, part_of(end - 1), part, live, VALUE_DIM, VALUE_DIM_PADDED)
         _join_if_last(
-            counters + row * KV_HEADS + kv_head, part_of(end - 1) - part_of(begin) + 1, out, part_out, part_top,
-            part_total, sinks, row, kv_head, part_of(kv_len - 1) - part_of(first) + 1, part_stride,
-            KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
+            counters + row * KV_HEADS + kv_head, part_of(end - 1) - part_of(begin) + 1, out,
+            (part_out, part_top, part_total), sinks, row, kv_head, part_of(kv_len - 1) - part_of(first) + 1,
+            part_stride, KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
         )  # fmt: skip
 
 
@@ -305,7 +312,8 @@ def decode_attention(
     rows, heads, key_dim = query.shape
     page_size, kv_heads, value_dim = layer.page_size, layer.kv_heads, out.shape[2]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
-    tuning = tuning or tuning_for(shape, rows, layer.closed.code_bits if layer.closed else None)
+    closed = layer.closed
+    tuning = tuning or tuning_for(shape, rows, kv_heads, processors, closed.code_bits if closed else None)
     splits, shortest = splits_for(rows, kv_heads, tuning.programs * processors, block_of(shape))
     parts = parts_of(page_tables.shape[1] * page_size)
     part_out = torch.empty(rows, heads, parts, value_dim, device=query.device)

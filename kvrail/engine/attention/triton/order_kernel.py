@@ -59,9 +59,41 @@ def apart(x, SEVERED: tl.constexpr):
     return x
 
 
+@triton.constexpr_function
+def _widening(shift: int, mask: int, times: int) -> str:
+    """PTX that makes four values of eight bits bfloat16.
+
+    Sign, exponent and mantissa go to their places; a product moves the exponent, exactly. shift, mask: of exponent and
+    mantissa, from the upper byte of sixteen bits; times: the factor.
+    """
+    two = f"shr.u32 b, a, {shift}; and.b32 b, b, {mask * 0x10001}; lop3.b32 a, a, c, b, 0xea;"
+    registers = f".reg .b32 a, b, c, d; mov.b32 c, 0x80008000; mov.b32 d, {times * 0x10001};"
+    lower, upper = (
+        f"prmt.b32 a, $2, 0, {bytes_}; {two} fma.rn.bf16x2 ${out}, a, d, c;"
+        for out, bytes_ in enumerate(("0x1404", "0x3424"))
+    )
+    return f"{{ {registers} {lower} {upper} }}"
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr, SEVERED: tl.constexpr):
+    """`x` in the type that products are computed in; if SEVERED, `apart`.
+
+    Eight bits become bfloat16 by operations on words: instructions that convert one value take longer than its byte
+    takes from memory. What no page holds, infinities and NaN, becomes finite.
+    """
+    if SEVERED and dtype == tl.bfloat16:
+        E4: tl.constexpr = x.dtype == tl.float8e4nv
+        return tl.inline_asm_elementwise(
+            _widening(4, 0x7F0, 0x7B80) if E4 else _widening(3, 0xFE0, 0x7780), "=r,=r,r", [x],
+            dtype=tl.bfloat16, is_pure=False, pack=4,
+        )  # fmt: skip
+    return apart(x.to(dtype), SEVERED)
+
+
 @triton.jit
 def nothing(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
-    """An empty part: (weighted values, highest score, sums of weights) of each row."""
+    """An empty part: (weighted values, highest score, sums of weights) of each row, the sums in SUMS columns."""
     acc = tl.zeros([ROWS, VALUE_DIM_PADDED], tl.float32)
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS, SUMS], tl.float32)
@@ -112,15 +144,12 @@ def scores_of(
     """
     token = block + tl.arange(0, BLOCK)
     key_dim = tl.arange(0, KEY_DIM_PADDED)
-    mask = (key_dim < KEY_DIM)[:, None]
-    if MASKED:
-        mask &= (token < end)[None, :]
     key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
-    if MASKED or KEY_DIM < KEY_DIM_PADDED:  # noqa: SIM108 a branch on constants costs nothing
-        k = tl.load(key, mask=mask, other=0.0)
+    if KEY_DIM < KEY_DIM_PADDED:  # noqa: SIM108 a branch on constants costs nothing
+        k = tl.load(key, mask=(key_dim < KEY_DIM)[:, None], other=0.0)
     else:
-        k = tl.load(key)
-    scores = tl.dot(q, apart(k.to(q.dtype), SEVERED), input_precision="ieee")
+        k = tl.load(key)  # also a page's rows behind `end`, whose scores are masked
+    scores = tl.dot(q, widened(k, q.dtype, SEVERED), input_precision="ieee")
     if SCALED:
         scores *= tl.load(key_scales + base + rows, mask=token < end, other=0.0)[None, :]
     return seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
@@ -156,9 +185,7 @@ def add_block(
     value_scales,
     base,
     rows,
-    acc,
-    top,
-    total,
+    part,
     block,
     end,
     scale,
@@ -172,21 +199,23 @@ def add_block(
     SEVERED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add one block's values, weighted by its scores; dtype: the type of both factors, see scores_of."""
+    """A part with one block's values, weighted by its scores; dtype: the type of both factors, see scores_of."""
+    acc, top, total = part
     token = block + tl.arange(0, BLOCK)
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
     mask = (value_dim < VALUE_DIM)[None, :]
-    if MASKED:
+    FINITE: tl.constexpr = SEVERED and dtype == tl.bfloat16  # see `widened`: times a scale of 0 it is nothing
+    if MASKED and not FINITE:
         mask &= (token < end)[:, None]
     weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
     if SCALED:
         weights *= tl.load(value_scales + base + rows, mask=token < end, other=0.0)[None, :]
     value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
-    if MASKED or VALUE_DIM < VALUE_DIM_PADDED:  # noqa: SIM108
+    if (MASKED and not FINITE) or VALUE_DIM < VALUE_DIM_PADDED:
         v = tl.load(value, mask=mask, other=0.0)
     else:
         v = tl.load(value)
-    acc = tl.dot(weights.to(dtype), apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(dtype), widened(v, dtype, SEVERED), acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total
 
 
@@ -211,22 +240,33 @@ def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def fold(acc, top, total, part_acc, part_top, part_total):
-    """Add one more part to those before it. total, part_total: [rows]."""
+def none_before(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
+    """What `fold` adds the first part to."""
+    acc = tl.zeros([ROWS, VALUE_DIM_PADDED], tl.float32)
+    return acc, tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def fold(before, part):
+    """Add one more part to those before it; of both the sums are [rows]: see `summed`."""
+    acc, top, total = before
+    part_acc, part_top, part_total = part
     higher = tl.maximum(top, part_top)
     old, new = tl.exp2(top - higher), tl.exp2(part_top - higher)
     return acc * old[:, None] + part_acc * new[:, None], higher, total * old + part_total * new
 
 
 @triton.jit
-def sums_of(total):
-    """The sums of weights, [rows]: all columns of ones give the same."""
-    return tl.max(total, axis=1)
+def summed(part):
+    """A part with sums of weights [rows]: all columns of ones give the same."""
+    acc, top, total = part
+    return acc, top, tl.max(total, axis=1)
 
 
 @triton.jit
-def output_of(acc, top, total, sinks, head, live, SINKS: tl.constexpr):
+def output_of(folded, sinks, head, live, SINKS: tl.constexpr):
     """Outputs of all parts folded; head: each row's; 0 where a row sees nothing, never -0."""
+    acc, top, total = folded
     if SINKS:
         total += tl.exp2(tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _LOG2E - top)
     return acc / tl.where(total > 0, total, 1.0)[:, None] + 0.0
@@ -244,71 +284,56 @@ def share_of(first, end, number, programs, shortest):
 
 
 @triton.jit
-def leave(
-    part_out,
-    part_top,
-    part_total,
-    part,
-    acc,
-    top,
-    total,
-    live,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-):
-    """Store a part for `join`; part: its place in each row."""
+def leave(parts, number, part, live, VALUE_DIM: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
+    """Store a part for `join`.
+
+    parts: where (weighted values, highest scores, sums) and, in each row, part 0 lie; number: the part's.
+    """
+    part_out, part_top, part_total, place = parts
+    acc, top, total = part
+    at = place + number
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
-    where = part[:, None] * VALUE_DIM + value_dim[None, :]
+    where = at[:, None] * VALUE_DIM + value_dim[None, :]
     tl.store(part_out + where, acc, live[:, None] & (value_dim < VALUE_DIM)[None, :])
-    tl.store(part_top + part, top, live)
-    tl.store(part_total + part, sums_of(total), live)
+    tl.store(part_top + at, top, live)
+    tl.store(part_total + at, tl.max(total, axis=1), live)
 
 
 @triton.jit
 def end_block(
-    part_out,
-    part_top,
-    part_total,
-    place,
+    parts,
     block,
     end,
     alone,
     live,
-    all_acc,
-    all_top,
-    all_total,
-    acc,
-    top,
-    total,
+    before,
+    part,
     ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Where a part ends behind `block`, but not the program's share, fold it into `all_`, or leave it for `join`.
+    """(`before`, `part`) behind `block`.
 
-    place: of part 0 of each row.
+    Where a part ends there, but not the program's share, fold it into those before, or leave it for `join`.
     """
     if begins_part(block + BLOCK) & (block + BLOCK < end):
         if alone:
-            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+            before = fold(before, summed(part))
         else:
-            part = place + part_of(block)
-            leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
-        acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
-    return all_acc, all_top, all_total, acc, top, total
+            leave(parts, part_of(block), part, live, VALUE_DIM, VALUE_DIM_PADDED)
+        part = nothing(ROWS, VALUE_DIM_PADDED)
+    return before, part
 
 
 @triton.jit
 def join(
     out,
-    part_out,
-    part_top,
-    part_total,
+    parts,
     sinks,
     row,
     kv_head,
-    parts,
+    count,
     stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -318,24 +343,23 @@ def join(
     SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Fold the first `parts` parts of one KV head's query heads, in order."""
+    """Fold the first `count` parts of one KV head's query heads, in order."""
+    part_out, part_top, part_total = parts
     group = tl.arange(0, GROUP_PADDED)
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
     head = kv_head * GROUP + group
     place = (row * KV_HEADS * GROUP + head) * stride
     live = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
-    acc = tl.zeros([GROUP_PADDED, VALUE_DIM_PADDED], tl.float32)
-    top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
-    total = tl.zeros([GROUP_PADDED], tl.float32)
-    for begin in range(0, parts, AT_ONCE):
+    before = none_before(GROUP_PADDED, VALUE_DIM_PADDED)
+    for begin in range(0, count, AT_ONCE):
         for ahead in tl.static_range(AT_ONCE):  # unrolled, so that the loads of several parts are under way together
             part = begin + ahead + group * 0
-            there = (group < GROUP) & (part < parts)
+            there = (group < GROUP) & (part < count)
             new_top = tl.load(part_top + place + part, mask=there, other=LOWEST)
             new_total = tl.load(part_total + place + part, mask=there, other=0.0)
             where = (place + part)[:, None] * VALUE_DIM + value_dim[None, :]
             new = tl.load(part_out + where, mask=live & there[:, None], other=0.0)
-            acc, top, total = fold(acc, top, total, new, new_top, new_total)
-    result = output_of(acc, top, total, sinks, head, group < GROUP, SINKS)
+            before = fold(before, (new, new_top, new_total))
+    result = output_of(before, sinks, head, group < GROUP, SINKS)
     where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
     tl.store(out + where, result.to(out.dtype.element_ty), live)

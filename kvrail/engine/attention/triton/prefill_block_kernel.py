@@ -5,9 +5,9 @@ import triton.language as tl
 
 from kvrail.engine.attention.triton.closed_kernel import (
     add_closed_block,
-    closed_codes_of,
     closed_scores_of,
     pair_of,
+    read_ahead,
     stages_of,
 )
 from kvrail.engine.attention.triton.order_kernel import (
@@ -19,52 +19,41 @@ from kvrail.engine.attention.triton.order_kernel import (
     part_of,
     scores_of,
     slots_of,
-    sums_of,
+    summed,
 )
 
 
 @triton.jit
 def _begin_part(
-    part_out,
-    part_top,
-    part_total,
-    place,
+    parts,
     block,
     begin,
     live,
-    all_acc,
-    all_top,
-    all_total,
-    acc,
-    top,
-    total,
+    before,
+    part,
     ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Where `block` begins a part, fold the part before it into `all_`, or leave it for `join` if SHARED.
+    """Where `block` begins a part, fold the part before it into those before, or leave it for `join` if SHARED.
 
     It stands after the scores' product, whose wait covers the part's last product, still under way.
     """
     if begins_part(block):
         if SHARED:
             if block > begin:
-                part = place + part_of(block - 1)
-                leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
+                leave(parts, part_of(block - 1), part, live, VALUE_DIM, VALUE_DIM_PADDED)
         else:
-            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-        acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
-    return all_acc, all_top, all_total, acc, top, total
+            before = fold(before, summed(part))
+        part = nothing(ROWS, VALUE_DIM_PADDED)
+    return before, part
 
 
 @triton.jit
 def open_blocks(
     q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
+    pools,
     table,
     kv_head,
     first,
@@ -74,17 +63,10 @@ def open_blocks(
     scale,
     softcap,
     begin,
-    part_out,
-    part_top,
-    part_total,
-    place,
+    parts,
     live,
-    all_acc,
-    all_top,
-    all_total,
-    acc,
-    top,
-    total,
+    before,
+    part,
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_DIM_PADDED: tl.constexpr,
@@ -100,33 +82,32 @@ def open_blocks(
     SHARED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the blocks from `first` to `stop` to their parts; a part in `acc`, `top` and `total`, those before in `all_`.
+    """Add the blocks from `first` to `stop` to (`before`, `part`).
 
-    SHARED: those before are left for `join`; place: that of part 0 of each row; begin: the program's first block.
+    pools: see LayerPages.arguments; parts: see `leave`; SHARED: all parts are left for `join`; begin: the program's
+    first block.
     """
+    keys, values, key_scales, value_scales = pools
     for block in range(first, stop, BLOCK):
         base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
         scores = scores_of(
             q, keys, key_scales, base, rows, block, position, end, scale, softcap,
             KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, MASKED,
         )  # fmt: skip
-        all_acc, all_top, all_total, acc, top, total = _begin_part(
-            part_out, part_top, part_total, place, block, begin, live, all_acc, all_top, all_total, acc, top, total,
-            ROWS, VALUE_DIM, VALUE_DIM_PADDED, SHARED,
+        before, part = _begin_part(
+            parts, block, begin, live, before, part, ROWS, VALUE_DIM, VALUE_DIM_PADDED, SHARED
         )  # fmt: skip
-        acc, top, total = add_block(
-            scores, values, value_scales, base, rows, acc, top, total, block, end, scale, softcap, q.dtype,
+        part = add_block(
+            scores, values, value_scales, base, rows, part, block, end, scale, softcap, q.dtype,
             VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, MASKED,
         )  # fmt: skip
-    return all_acc, all_top, all_total, acc, top, total
+    return before, part
 
 
 @triton.jit
 def closed_blocks(
     q,
-    closed_pages,
-    spare,
-    unit_bytes,
+    closed,
     table,
     kv_head,
     first,
@@ -136,17 +117,10 @@ def closed_blocks(
     scale,
     softcap,
     begin,
-    part_out,
-    part_top,
-    part_total,
-    place,
+    parts,
     live,
-    all_acc,
-    all_top,
-    all_total,
-    acc,
-    top,
-    total,
+    before,
+    part,
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -161,20 +135,20 @@ def closed_blocks(
     CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """What open_blocks does, of blocks of closed pages."""
+    """What open_blocks does, of blocks of closed pages. closed: see LayerPages.closed_arguments."""
+    closed_pages, spare, unit_bytes = closed
     for block in tl.range(first, stop, BLOCK, num_stages=stages_of(CODE_BITS)):
         pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
-        key_codes, value_codes = closed_codes_of(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
+        one, other = read_ahead(pair, spare, unit_bytes, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
         scores = closed_scores_of(
-            q, pair, key_codes, spare, unit_bytes, block, position, end, scale, softcap,
+            q, pair, one, spare, unit_bytes, block, position, end, scale, softcap,
             KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
-        all_acc, all_top, all_total, acc, top, total = _begin_part(
-            part_out, part_top, part_total, place, block, begin, live, all_acc, all_top, all_total, acc, top, total,
-            ROWS, VALUE_DIM, VALUE_DIM, SHARED,
+        before, part = _begin_part(
+            parts, block, begin, live, before, part, ROWS, VALUE_DIM, VALUE_DIM, SHARED
         )  # fmt: skip
-        acc, top, total = add_closed_block(
-            scores, pair, value_codes, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
+        part = add_closed_block(
+            scores, pair, one, other, part, scale, softcap, q.dtype,
             VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
         )  # fmt: skip
-    return all_acc, all_top, all_total, acc, top, total
+    return before, part

@@ -28,15 +28,15 @@ from kvrail.engine.attention.triton.order import (
     severed,
 )
 from kvrail.engine.attention.triton.order_kernel import (
-    LOWEST,
     fold,
     join,
     leave,
+    none_before,
     nothing,
     output_of,
     part_of,
     share_of,
-    sums_of,
+    summed,
 )
 from kvrail.engine.attention.triton.page_kernels import unit_stride
 from kvrail.engine.attention.triton.prefill_block_kernel import closed_blocks, open_blocks
@@ -181,51 +181,43 @@ def _prefill_kernel(
         mask=live[:, None] & (key_dim < KEY_DIM)[None, :],
         other=0.0,
     )
-    place = (packed * HEADS + heads) * part_stride - part_of(first)
-    all_acc = tl.zeros([ROWS, VALUE_DIM_PADDED], tl.float32)
-    all_top = tl.full([ROWS], LOWEST, tl.float32)
-    all_total = tl.zeros([ROWS], tl.float32)
-    acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
+    pools, closed_pool = (keys, values, key_scales, value_scales), (closed_pages, spare, unit_bytes)
+    parts = (part_out, part_top, part_total, (packed * HEADS + heads) * part_stride - part_of(first))
+    before, part = none_before(ROWS, VALUE_DIM_PADDED), nothing(ROWS, VALUE_DIM_PADDED)
     closed = begin
     if LEAD > 0:
         closed = tl.maximum(begin, tl.minimum(LEAD, stop))
-        all_acc, all_top, all_total, acc, top, total = open_blocks(
-            q, keys, values, key_scales, value_scales, table, kv_head, begin, closed, position, end, scale, softcap,
-            begin, part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
-            KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP, SCALED,
-            SEVERED, SHARED, True,
+        before, part = open_blocks(
+            q, pools, table, kv_head, begin, closed, position, end, scale, softcap, begin, parts, live, before, part,
+            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP,
+            SCALED, SEVERED, SHARED, True,
         )  # fmt: skip
     opened = closed
     if BOTH_TILES:  # whole pages before the queries' own tokens
         opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + tl.maximum(sequence, 0)), stop))
-        all_acc, all_top, all_total, acc, top, total = closed_blocks(
-            q, closed_pages, spare, unit_bytes, table, kv_head, closed, opened, position, end, scale, softcap, begin,
-            part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
-            KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES, CODE_BITS,
-            ASSEMBLED,
+        before, part = closed_blocks(
+            q, closed_pool, table, kv_head, closed, opened, position, end, scale, softcap, begin, parts, live, before,
+            part, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES,
+            CODE_BITS, ASSEMBLED,
         )  # fmt: skip
     if WINDOW > 0:  # a window begins inside a block: all blocks are masked
         masked_from = opened
     else:
         masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
-        all_acc, all_top, all_total, acc, top, total = open_blocks(
-            q, keys, values, key_scales, value_scales, table, kv_head, opened, tl.minimum(masked_from, stop), position,
-            end, scale, softcap, begin, part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc,
-            top, total, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW,
-            SOFTCAP, SCALED, SEVERED, SHARED, False,
+        before, part = open_blocks(
+            q, pools, table, kv_head, opened, tl.minimum(masked_from, stop), position, end, scale, softcap, begin,
+            parts, live, before, part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS,
+            BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, False,
         )  # fmt: skip
-    all_acc, all_top, all_total, acc, top, total = open_blocks(
-        q, keys, values, key_scales, value_scales, table, kv_head, tl.maximum(opened, masked_from), stop, position, end,
-        scale, softcap, begin, part_out, part_top, part_total, place, live, all_acc, all_top, all_total, acc, top,
-        total, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP,
-        SCALED, SEVERED, SHARED, True,
+    before, part = open_blocks(
+        q, pools, table, kv_head, tl.maximum(opened, masked_from), stop, position, end, scale, softcap, begin,
+        parts, live, before, part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS,
+        BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, True,
     )  # fmt: skip
     if SHARED:
-        part = place + part_of(stop - 1)
-        leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
+        leave(parts, part_of(stop - 1), part, live, VALUE_DIM, VALUE_DIM_PADDED)
     else:
-        all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-        result = output_of(all_acc, all_top, all_total, sinks, heads, live, SINKS)
+        result = output_of(fold(before, summed(part)), sinks, heads, live, SINKS)
         row_out = out + ((packed * HEADS + heads) * VALUE_DIM)[:, None] + value_dim[None, :]
         tl.store(row_out, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
 
@@ -257,7 +249,7 @@ def _join_kernel(
     first, end = _seen(lowest, count, sequence, BLOCK, WINDOW)
     parts = tl.where(end > first, part_of(end - 1) - part_of(first) + 1, 0)  # padding has none and gets zeros
     join(
-        out, part_out, part_top, part_total, sinks, first_token + query, tl.program_id(2), parts, part_stride,
+        out, (part_out, part_top, part_total), sinks, first_token + query, tl.program_id(2), parts, part_stride,
         KV_HEADS, GROUP, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
     )  # fmt: skip
 
@@ -316,9 +308,7 @@ def prefill_attention(
         SPLITS=tuning.splits,
         SHORTEST=_SHORTEST,
         SCALED=layer.scaled,
-        SEVERED=severed(shape)
-        and tuning.queries * tuning.heads < 64  # with 64 rows, tensor cores read them from shared memory
-        and isinstance(_prefill_kernel, triton.JITFunction),
+        SEVERED=severed(shape) and isinstance(_prefill_kernel, triton.JITFunction),
         **score_constants(options),
         **layer.closed_tiles,
         ASSEMBLED=isinstance(_prefill_kernel, triton.JITFunction),

@@ -64,8 +64,43 @@ def _with_escape(high, word, DIM: tl.constexpr):
     return high ^ tl.where(place == (word & _PLACE) >> 2, word >> 24 << 8 * (word & 3), 0)
 
 
+@triton.constexpr_function
+def _escaping(words: int) -> str:
+    """PTX of `_with_escapes` for a thread's words of a group: a warp whose group has no escapes takes a branch."""
+    first, second, lane = (f"${number * words}" for number in (2, 3, 4))
+    code = [f"mov.b32 ${word}, ${words + word};" for word in range(words)]
+    code += [f"or.b32 a, {first}, {second};", "setp.lt.u32 p, a, 0x1000000;", "@p bra none_${:uid};"]
+    for escape in (first, second):
+        code += [f"and.b32 a, {escape}, 3;", "shl.b32 a, a, 3;", f"shr.u32 b, {escape}, 24;", "shl.b32 b, b, a;"]
+        code += [f"bfe.u32 a, {escape}, 2, 20;", f"sub.s32 a, a, {lane};"]
+        for word in range(words):
+            place = word // 4 * 128 + word % 4
+            code += [f"setp.eq.s32 p, a, {place};", f"@p xor.b32 ${word}, ${word}, b;"]
+    return "{ .reg .pred p; .reg .b32 a, b;\n" + "\n".join(code) + "\nnone_${:uid}:\n }"
+
+
+@triton.constexpr_function
+def _operands(words: int) -> str:
+    """Of `_escaping`: words, and of each the same word, the group's two of escapes, and the place of the lane."""
+    return ",".join(["=&r"] * words + ["r"] * 4 * words)
+
+
 @triton.jit
-def _high_of(tile, bases, spare, unit_bytes, DIM: tl.constexpr):
+def _with_escapes(high, first, second, DIM: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """High bytes with both escapes of each group in their places; see `_with_escape`."""
+    if not ASSEMBLED:
+        return _with_escape(_with_escape(high, first, DIM), second, DIM)
+    WORDS: tl.constexpr = DIM // 16
+    lane = tl.reshape(tl.arange(0, 32) * 4, [1, 1, 1, 8, 4, 1]).to(tl.uint32)
+    first, second = tl.reshape(first, [2, 1, 4, 1, 1, 1]), tl.reshape(second, [2, 1, 4, 1, 1, 1])
+    return tl.inline_asm_elementwise(
+        _escaping(WORDS), _operands(WORDS), [high, first, second, lane],
+        dtype=tl.uint32, is_pure=True, pack=WORDS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _high_of(tile, bases, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.constexpr):
     """High bytes of a tile in the order of its low bytes, four a word: [2, DIM / 64, 4, 8, 4, 4].
 
     tile: uint32; bases: in a shape that broadcasts to that of the result.
@@ -81,7 +116,7 @@ def _high_of(tile, bases, spare, unit_bytes, DIM: tl.constexpr):
             raw = tl.load((spare + unit).to(tl.pointer_type(tl.uint32)) + tl.arange(0, 16 * DIM))
             high = tl.reshape(raw, [2, DIM // 64, 4, 8, 4, 4])
         else:
-            high = _with_escape(_with_escape(high, first, DIM), second, DIM)
+            high = _with_escapes(high, first, second, DIM, ASSEMBLED)
     return high
 
 
@@ -93,14 +128,14 @@ def open_keys(tile, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.constexp
     step, t = tl.arange(0, DIM // 16)[:, None], tl.arange(0, 4)[None, :]
     bases = tl.load(tile + 24 * DIM + t * (DIM // 16) + step)
     bases = tl.permute(tl.reshape(bases, [1, DIM // 64, 1, 1, 4, 4]), (0, 1, 2, 3, 5, 4))
-    high = _high_of(tile, bases, spare, unit_bytes, DIM)
+    high = _high_of(tile, bases, spare, unit_bytes, DIM, ASSEMBLED)
     values = _values_of(low, high, ASSEMBLED)  # repeat, chunk, warp, column, t, step, half, inner
     return tl.reshape(tl.permute(values, (1, 5, 6, 4, 7, 0, 2, 3)), [DIM, 64])
 
 
 @triton.jit
-def open_values(tile, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """The values of a tile: bfloat16 [64, DIM]; see open_keys."""
+def bytes_of_values(tile, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """The low and the high bytes of a tile of values, in the order of storage; see open_keys."""
     tile = tile.to(tl.pointer_type(tl.uint32))
     low = tl.reshape(tl.load(tile + tl.arange(0, 16 * DIM)), [2, DIM // 64, 4, 8, 4, 4])
     # A lane's bases lie in one word, or in half of one.
@@ -112,7 +147,12 @@ def open_values(tile, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.conste
         of_lane = tl.load((tile + 24 * DIM).to(tl.pointer_type(tl.uint16)) + column).to(tl.uint32)
     of_lane = tl.reshape(of_lane, [1, 1, 4, 8, 1, 1])
     bases = ((of_lane >> 8 * repeat) & 0xFF) * 0x01010101
-    high = _high_of(tile, bases, spare, unit_bytes, DIM)
+    return low, _high_of(tile, bases, spare, unit_bytes, DIM, ASSEMBLED)
+
+
+@triton.jit
+def values_of_bytes(low, high, DIM: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """The values of a tile, bfloat16 [64, DIM], from what bytes_of_values gives."""
     values = _values_of(low, high, ASSEMBLED)  # repeat [2, DIM / 64], warp, column, t, step, half, inner
     return tl.reshape(tl.permute(values, (5, 6, 4, 7, 0, 1, 2, 3)), [64, DIM])
 
@@ -149,7 +189,8 @@ def open_pages(
     if KEYS:
         values = tl.trans(open_keys(tile, spare, unit_bytes, DIM, ASSEMBLED))
     else:
-        values = open_values(tile, spare, unit_bytes, DIM, ASSEMBLED)
+        low, high = bytes_of_values(tile, spare, unit_bytes, DIM, ASSEMBLED)
+        values = values_of_bytes(low, high, DIM, ASSEMBLED)
     token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)[None, :]
     row = ((target * BLOCKS + block) * 64 + token) * KV_HEADS + head
     tl.store(pool + layer * pool_layer + row * DIM + channel, values)
