@@ -1,6 +1,7 @@
-"""Every kernel over closed pages compiles for an H100: Triton's interpreter runs what its compiler refuses."""
+"""Every kernel over pages that are not plain compiles for an H100: the interpreter runs what the compiler refuses."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,6 @@ HEADS, KV_HEADS, TOKENS = 8, 2, 64
 
 
 def compile_all(form: str, dims: tuple[int, int]) -> None:
-    from kvrail.engine.attention.options import ScoreOptions
-    from kvrail.engine.attention.triton.decode_kernel import decode_attention
-    from kvrail.engine.attention.triton.prefill_kernel import prefill_attention
     from kvrail.engine.kv.closed import cuda
     from kvrail.engine.kv.closed.pages import ClosedPages, LosslessPages, LossyPages
     from kvrail.engine.kv.formats import LayerPages
@@ -25,21 +23,39 @@ def compile_all(form: str, dims: tuple[int, int]) -> None:
     if FORMS[form]:
         closed = LossyPages(layout, 1, FORMS[form], "cpu")
     keys, values = (torch.zeros(1, 1, TOKENS, KV_HEADS, dim).bfloat16() for dim in dims)
-    layer = LayerPages(keys[0], values[0], closed=closed.layer(0))
-    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with compiling() as compiled:
         cuda.close(closed, keys, values, one, one)
         cuda.open(closed, keys, values, one, one)
-        query, key, value = (torch.zeros(1, heads, dim).bfloat16() for heads, dim in
-                             ((HEADS, dims[0]), (KV_HEADS, dims[0]), (KV_HEADS, dims[1])))  # fmt: skip
-        out, counters = torch.zeros(1, HEADS, dims[1]).bfloat16(), torch.zeros(KV_HEADS, dtype=torch.int32)
-        options = ScoreOptions(1.0)
-        decode_attention(query, key, value, layer, table, lengths, counters, out, options, 132, None, lengths)
-        for tokens in (8, 512):
-            query, out = torch.zeros(tokens, HEADS, dims[0]).bfloat16(), torch.zeros(tokens, HEADS, dims[1]).bfloat16()
-            blocks = torch.zeros(1, 4, dtype=torch.int32)
-            prefill_attention(query, layer, table, blocks, out, options, 132, None, lengths)
+        attend(LayerPages(keys[0], values[0], closed=closed.layer(0)), dims)
     assert {"close_pages", "open_pages", "_decode_kernel", "_prefill_kernel"} <= set(compiled)
+
+
+def attend(layer: Any, dims: tuple[int, int]) -> None:
+    from kvrail.engine.attention.options import ScoreOptions
+    from kvrail.engine.attention.triton.decode_kernel import decode_attention
+    from kvrail.engine.attention.triton.prefill_kernel import prefill_attention
+
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    closed, options = lengths if layer.closed else None, ScoreOptions(1.0)
+    counters, blocks = torch.zeros(KV_HEADS, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    key, value = (torch.zeros(1, KV_HEADS, dim).bfloat16() for dim in dims)
+    for tokens in (1, 8, 512):
+        query, out = (torch.zeros(tokens, HEADS, dim).bfloat16() for dim in dims)
+        if tokens == 1:
+            decode_attention(query, key, value, layer, table, lengths, counters, out, options, 132, None, closed)
+        else:
+            prefill_attention(query, layer, table, blocks, out, options, 132, None, closed)
+
+
+def compile_narrow(types: list[str]) -> None:
+    from kvrail.engine.kv.formats import LayerPages
+
+    for name in types:
+        pool = torch.zeros(1, TOKENS, KV_HEADS, 128).to(getattr(torch, name))
+        scales = torch.ones(1, TOKENS, KV_HEADS)
+        with compiling() as compiled:
+            attend(LayerPages(pool, pool, scales, scales), (128, 128))
+        assert {"_decode_kernel", "_prefill_kernel"} <= set(compiled)
 
 
 def compile_forms(forms: list[str], dims: tuple[int, int]) -> None:
@@ -49,6 +65,10 @@ def compile_forms(forms: list[str], dims: tuple[int, int]) -> None:
 
 def test_heads_of_128(cache: Path) -> None:
     in_a_child(compile_forms, ["lossless", "int4", "kvcomp", "rot3"], (128, 128), cache=cache)
+
+
+def test_pages_of_eight_bits(cache: Path) -> None:
+    in_a_child(compile_narrow, ["float8_e4m3fn", "float8_e5m2"], cache=cache)
 
 
 @pytest.mark.heavy
