@@ -17,8 +17,11 @@ from kvrail.services.router.errors import error_response, too_large, unsupported
 from kvrail.services.router.http import biases
 from kvrail.wire.convert import MAX_BIASES
 
-DRAIN_FACTOR = 8
-"""A body that is too large is read and dropped up to this many times the limit, so that the client gets the error."""
+DRAIN_FACTOR = 64
+"""A body that is too large is read and dropped up to this many times the limit, so that the client gets the error.
+
+A client that still sends while its connection ends sees no answer. Dropping costs less than that many allowed bodies.
+"""
 HELD_BODIES = 64
 """This many of the largest bodies may be in memory at once, half received or not yet parsed."""
 MAX_VALUES, MAX_CONTAINERS, MAX_NAMES = 1 << 20, 1 << 18, 1 << 16
