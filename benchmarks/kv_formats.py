@@ -1,7 +1,7 @@
 """Decode attention over closed pages beside bfloat16 pages, and the rates of closing and opening, on a GPU.
 
     python -m benchmarks.kv_formats [--forms lossless,int8,int4,kvcomp,rot3] [--escapes 0,1e-4,1e-3]
-        [--loads 64x2048,1x32768] [--sweep] [--no-rates] [--open]
+        [--loads 64x2048,1x32768] [--sweep [5:0,5:168]] [--no-rates] [--open]
 
 One layer of Qwen3-8B's shape: 32 heads over 8 KV heads of 128, pages of 64 tokens. KV is drawn: normal, each channel of
 another scale, and a share of values so small that they are escapes, beside some 5e-5 that are so by themselves. Each
@@ -15,7 +15,7 @@ import argparse
 import functools
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -38,7 +38,8 @@ _DISTINCT = 256
 _PLAIN_BYTES = 800 << 20
 """Of bfloat16 pages that the launches of a graph go over, at least."""
 _REPLAYS = 15
-SWEEP = [DecodeTuning(stages=stages, registers=registers) for stages in (3, 4, 5, 7) for registers in (None, 168, 128)]
+SWEEP = ",".join(f"{stages}:{registers}" for stages in (3, 4, 5, 7) for registers in (0, 168, 128))
+"""Pipeline stages and registers of a thread; 0: the compiler decides. Each pair takes a second or two a load."""
 
 
 class Load:
@@ -178,7 +179,7 @@ def timed(launch: Callable[[], None], captured: bool = False) -> float:
     return statistics.median(found)
 
 
-def measure(load: Load, name: str, escapes: float, sweep: bool) -> bool:
+def measure(load: Load, name: str, escapes: float, sweep: Sequence[DecodeTuning]) -> bool:
     """Print one load's figures; whether the bits are the same."""
     same = load.form in EIGHT or all(
         torch.equal(*(load.attend(layer, closed).view(torch.int16) for closed in (False, True)))
@@ -191,7 +192,7 @@ def measure(load: Load, name: str, escapes: float, sweep: bool) -> bool:
         f"{'same bits' if same else 'BITS DIFFER'} |",
         flush=True,
     )
-    for tuning in SWEEP if sweep else ():
+    for tuning in sweep:
         try:
             found = load.microseconds(True, tuning)
         except OutOfResources:
@@ -236,10 +237,12 @@ def main() -> None:
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--escapes", default="0,1e-4,1e-3")
     parser.add_argument("--loads", default=LOADS, help="empty: only closing and opening")
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", nargs="?", const=SWEEP, default="", help="stages:registers, comma-separated")
     parser.add_argument("--no-rates", action="store_true", help="only attention")
     parser.add_argument("--open", action="store_true", help="no page is closed yet")
     arguments = parser.parse_args()
+    pairs = [map(int, pair.split(":")) for pair in arguments.sweep.split(",") if pair]
+    sweep = [DecodeTuning(stages=stages, registers=registers or None) for stages, registers in pairs]
     same, forms = True, arguments.forms.split(",")
     bits = ", ".join(f"{form} {bits_of(form):.2f}" for form in forms)
     print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}; bits a value: {bits}\n", flush=True)
@@ -250,7 +253,7 @@ def main() -> None:
         shares = [0.0] if FORMS.get(form, True) else [*map(float, arguments.escapes.split(","))]
         for number, escapes in enumerate(shares):
             load = Load(form, batch, context, escapes, arguments.open)
-            same &= measure(load, name, escapes, arguments.sweep and not number)
+            same &= measure(load, name, escapes, () if number else sweep)
             del load
             torch.cuda.empty_cache()
     for form, (layers, pages) in itertools.product(
