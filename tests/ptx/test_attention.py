@@ -47,7 +47,7 @@ def attend(layer: Any, dims: tuple[int, int]) -> None:
             prefill_attention(query, layer, table, blocks, out, options, 132, None, closed)
 
 
-def compile_narrow(types: list[str]) -> None:
+def compile_scaled(types: list[str]) -> None:
     from kvrail.engine.kv.formats import LayerPages
 
     for name in types:
@@ -67,8 +67,8 @@ def test_heads_of_128(cache: Path) -> None:
     in_a_child(compile_forms, ["lossless", "int4", "kvcomp", "rot3"], (128, 128), cache=cache)
 
 
-def test_pages_of_eight_bits(cache: Path) -> None:
-    in_a_child(compile_narrow, ["float8_e4m3fn", "float8_e5m2"], cache=cache)
+def test_scaled_pages(cache: Path) -> None:
+    in_a_child(compile_scaled, ["float8_e4m3fn", "float8_e5m2"], cache=cache)
 
 
 @pytest.mark.heavy
