@@ -7,7 +7,7 @@ from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_s
 from kvrail.engine.kv.fixed.open_kernel import SHRUNK, open_tile
 from kvrail.engine.kv.kvcomp import form
 from kvrail.engine.kv.kvcomp.open_kernel import CODED, codes_of_pair, fetch_ahead, open_coded
-from kvrail.engine.kv.lossless.open_kernel import bytes_of_values, open_keys, values_of_bytes
+from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
 from kvrail.engine.kv.rotated.open_kernel import KEY_BITS, ROTATED, open_rotated
 
 
@@ -44,10 +44,9 @@ def open_stages_of(code_bits: int) -> int:
 
 
 @triton.jit
-def read_ahead(
+def closed_codes_of(
     pair,
     spare,
-    unit_bytes,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,18 +54,12 @@ def read_ahead(
     CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """What is read of a block before its scores, in two parts; where nothing is, two of `pair`.
-
-    Of streams the codes of keys, and of values. Of lossless pages the low bytes of values, and the high ones: what they
-    wait for is then under way while scores are computed, and what is left to do fills the gaps of products.
-    """
+    """The codes of a block's keys and of its values where streams have them; elsewhere two that nothing uses."""
     if CODE_BITS == CODED:
-        one, other = codes_of_pair(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, ASSEMBLED)
-    elif CODE_BITS:
-        one, other = pair, pair
+        keys, values = codes_of_pair(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, ASSEMBLED)
     else:
-        one, other = bytes_of_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
-    return one, other
+        keys, values = pair, pair
+    return keys, values
 
 
 @triton.jit
@@ -91,7 +84,7 @@ def closed_scores_of(
 ):
     """What scores_of computes, of a block of a closed page.
 
-    pair: see pair_of; codes: the first part of read_ahead; spare: spare units, of unit_bytes.
+    pair: see pair_of; codes: of keys, see closed_codes_of; spare: spare units, of unit_bytes.
     CODE_BITS: bits of a value of fixed width, or CODED or ROTATED, whose products are / SHRUNK, or 0 in lossless pages.
     In CODED pages `spare` is the tables of codes.
     """
@@ -112,8 +105,9 @@ def closed_scores_of(
 def add_closed_block(
     scores,
     pair,
-    one,
-    other,
+    codes,
+    spare,
+    unit_bytes,
     part,
     scale,
     softcap,
@@ -127,7 +121,7 @@ def add_closed_block(
 ):
     """What add_block does, of a block of a closed page.
 
-    one, other: see read_ahead; KEY_TILE: bytes of the keys before its values.
+    codes: of values, see closed_codes_of; KEY_TILE: bytes of the keys before its values.
     """
     acc, top, total = part
     times: tl.constexpr = SHRUNK if CODE_BITS else 1.0  # scores and values are as much too small
@@ -135,13 +129,13 @@ def add_closed_block(
         scores, top, total, softcap if SOFTCAP else scale * times, dtype, BLOCK, times
     )
     if CODE_BITS == CODED:
-        v = open_coded(pair + KEY_TILE, other, BLOCK, VALUE_DIM, ASSEMBLED)
+        v = open_coded(pair + KEY_TILE, codes, BLOCK, VALUE_DIM, ASSEMBLED)
     elif CODE_BITS == ROTATED:
         v = open_rotated(pair + KEY_TILE, VALUE_DIM, ASSEMBLED)
     elif CODE_BITS:
         v = open_tile(pair + KEY_TILE, CODE_BITS, BLOCK, VALUE_DIM, ASSEMBLED)
     else:
-        v = values_of_bytes(one, other, VALUE_DIM, ASSEMBLED)
+        v = open_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
     weighted = acc * shrink[:, None]
     acc = tl.dot(weights.to(dtype), apart(v.to(dtype), ASSEMBLED), weighted, input_precision="ieee")
     return acc, higher, total
@@ -185,13 +179,13 @@ def add_closed_blocks(
         if CODE_BITS == CODED:
             after = tl.minimum(block + BLOCK, opened - BLOCK)
             fetch_ahead(pair_of(closed_pages, table, after, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES), ASSEMBLED)
-        one, other = read_ahead(pair, spare, unit_bytes, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
+        keys, values = closed_codes_of(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
         scores = closed_scores_of(
-            q, pair, one, spare, unit_bytes, block, position, kv_len, scale, softcap,
+            q, pair, keys, spare, unit_bytes, block, position, kv_len, scale, softcap,
             KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
         part = add_closed_block(
-            scores, pair, one, other, part, scale, softcap, q.dtype,
+            scores, pair, values, spare, unit_bytes, part, scale, softcap, q.dtype,
             VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
         )  # fmt: skip
         before, part = end_block(

@@ -5,9 +5,9 @@ import triton.language as tl
 
 from kvrail.engine.attention.triton.closed_kernel import (
     add_closed_block,
+    closed_codes_of,
     closed_scores_of,
     pair_of,
-    read_ahead,
     stages_of,
 )
 from kvrail.engine.attention.triton.order_kernel import (
@@ -139,16 +139,16 @@ def closed_blocks(
     closed_pages, spare, unit_bytes = closed
     for block in tl.range(first, stop, BLOCK, num_stages=stages_of(CODE_BITS)):
         pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
-        one, other = read_ahead(pair, spare, unit_bytes, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
+        keys, values = closed_codes_of(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
         scores = closed_scores_of(
-            q, pair, one, spare, unit_bytes, block, position, end, scale, softcap,
+            q, pair, keys, spare, unit_bytes, block, position, end, scale, softcap,
             KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
         before, part = _begin_part(
             parts, block, begin, live, before, part, ROWS, VALUE_DIM, VALUE_DIM, SHARED
         )  # fmt: skip
         part = add_closed_block(
-            scores, pair, one, other, part, scale, softcap, q.dtype,
+            scores, pair, values, spare, unit_bytes, part, scale, softcap, q.dtype,
             VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
         )  # fmt: skip
     return before, part

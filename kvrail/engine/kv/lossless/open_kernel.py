@@ -134,8 +134,8 @@ def open_keys(tile, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.constexp
 
 
 @triton.jit
-def bytes_of_values(tile, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """The low and the high bytes of a tile of values, in the order of storage; see open_keys."""
+def open_values(tile, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """The values of a tile: bfloat16 [64, DIM]; see open_keys."""
     tile = tile.to(tl.pointer_type(tl.uint32))
     low = tl.reshape(tl.load(tile + tl.arange(0, 16 * DIM)), [2, DIM // 64, 4, 8, 4, 4])
     # A lane's bases lie in one word, or in half of one.
@@ -147,12 +147,7 @@ def bytes_of_values(tile, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.co
         of_lane = tl.load((tile + 24 * DIM).to(tl.pointer_type(tl.uint16)) + column).to(tl.uint32)
     of_lane = tl.reshape(of_lane, [1, 1, 4, 8, 1, 1])
     bases = ((of_lane >> 8 * repeat) & 0xFF) * 0x01010101
-    return low, _high_of(tile, bases, spare, unit_bytes, DIM, ASSEMBLED)
-
-
-@triton.jit
-def values_of_bytes(low, high, DIM: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """The values of a tile, bfloat16 [64, DIM], from what bytes_of_values gives."""
+    high = _high_of(tile, bases, spare, unit_bytes, DIM, ASSEMBLED)
     values = _values_of(low, high, ASSEMBLED)  # repeat [2, DIM / 64], warp, column, t, step, half, inner
     return tl.reshape(tl.permute(values, (5, 6, 4, 7, 0, 1, 2, 3)), [64, DIM])
 
@@ -189,8 +184,7 @@ def open_pages(
     if KEYS:
         values = tl.trans(open_keys(tile, spare, unit_bytes, DIM, ASSEMBLED))
     else:
-        low, high = bytes_of_values(tile, spare, unit_bytes, DIM, ASSEMBLED)
-        values = values_of_bytes(low, high, DIM, ASSEMBLED)
+        values = open_values(tile, spare, unit_bytes, DIM, ASSEMBLED)
     token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)[None, :]
     row = ((target * BLOCKS + block) * 64 + token) * KV_HEADS + head
     tl.store(pool + layer * pool_layer + row * DIM + channel, values)
