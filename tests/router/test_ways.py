@@ -74,6 +74,21 @@ def test_no_room_and_no_time():
     assert way(full, worker("b"))[:2] == ("b", [])
 
 
+def test_a_worker_that_decodes_helps_with_what_waits_too_long():
+    """Prompts are split off to a, which has two steps of them; b decodes."""
+    deep, decoding = worker("a", backlog=4096, tokens_per_s=37_000), worker("b", sequences=60)
+
+    def found(*both, spare_s=0.05):
+        return way(*both, split=1, spare_s=spare_s)
+
+    assert found(deep, decoding) == ("b", [], (HERE, "ttft"))
+    assert found(deep, decoding, spare_s=0.15) is None  # a takes it up in time
+    assert found(deep, replace(decoding, load=replace(decoding.load, backlog=4096))) is None
+    assert found(deep, worker("b", sequences=60, compute_s=1e-4)) is None  # a ends it sooner
+    assert found(deep, worker("b", sequences=64)) is None
+    assert found(worker("a", backlog=2000, tokens_per_s=37_000), decoding)[:2] == ("b", ["a"])
+
+
 def test_cached_pages_attract():
     request = replace(PROMPT, pages=tuple(range(31)))
     assert way(worker("a"), worker("b", holds=range(31)), request=request)[:2] == ("b", [])
@@ -152,11 +167,10 @@ def two(prompts, sequences, **fleet):
         (0.21, 7, 0.01, 1),  # 8 streams
         (0.38, 15, 0.01, 1),  # 16
         (0.65, 30, 0.03, 1),  # 32
-        (0.97, 60, 0.44, None),  # 64
+        (0.97, 60, 0.2, 1),  # 64, where the decode worker helps with what waits
         (1.25, 120, 1.1, None),  # 128
         (0.10, 63, 0.1, None),  # 256 in, 512 out: 64 streams
         (1.16, 60, 7.4, None),  # 4,000 in, 64 out: 64 streams
-        (0.95, 8, 0.8, None),  # 8,000 in, 128 out: 8 streams
     ],
 )
 def test_prompts_have_the_workers_that_served_best_on_two_gpus(prompts, sequences, wait_s, better):
@@ -165,8 +179,16 @@ def test_prompts_have_the_workers_that_served_best_on_two_gpus(prompts, sequence
     assert best_split(two(prompts, sequences, wait_s=wait_s), 1, 0.5) == better
 
 
+def test_prompts_that_wait_get_one_more_worker_at_once():
+    """As those of 8 streams of 8,000 tokens do, or many that come together after a pause."""
+    assert [best_split(two(0.95, 8, wait_s=wait_s), 1, 0.5) for wait_s in (0.3, 0.8)] == [1, None]
+    assert best_split(two(0.95, 8, wait_s=0.8), None, 0.5) is None
+    assert best_split(two(0.1, 30, wait_s=0.5), 1, 0.5) is None
+    assert best_split(two(2.2, 99, decoding=8, both=8, wait_s=0.5), 3, 0.5) == 4
+
+
 def test_a_load_that_varies_changes_no_roles():
-    for prompts in (0.85, 0.9, 0.97):
+    for prompts in (1.15, 1.2, 1.25):
         assert [best_split(two(prompts, 30), before) for before in (None, 1)] == [None, 1]
     eight = {"decoding": 8, "both": 8}
     for prompts in (2.2, 2.5):  # of 8 workers, between what 3 and 4 compute
@@ -177,10 +199,16 @@ def test_a_load_that_varies_changes_no_roles():
     assert [best_split(nearly, before) for before in (None, 1)] == [None, 1]
 
 
-def test_workers_with_little_to_spare_compute_for_all_while_prompts_do_not_wait():
-    """As they do not in a closed loop; those that come at random do, and then all workers compute them."""
-    for prompts, wait_s, found in ((0.95, 0.2, 1), (0.95, 0.3, None), (0.8, 0.3, 1)):
-        assert best_split(two(prompts, 30, wait_s=wait_s), 1, ttft_s=0.5) == found
+def test_workers_compute_for_all_with_help_while_prompts_wait_little():
+    """As they do in a closed loop; where prompts are too many, or wait, all workers compute them."""
+    for prompts, before, wait_s, found in (
+        (1.1, None, 0.0, 1),
+        (1.15, None, 0.0, None),
+        (1.25, 1, 0.3, 1),
+        (1.25, 1, 0.45, None),
+        (1.35, 1, 0.0, None),
+    ):
+        assert best_split(two(prompts, 60, wait_s=wait_s), before, ttft_s=0.5) == found
 
 
 def test_one_more_worker_computes_prompts_early_where_gaps_hardly_get_longer():
@@ -188,7 +216,7 @@ def test_one_more_worker_computes_prompts_early_where_gaps_hardly_get_longer():
     eight = {"decoding": 8, "both": 8}
     assert best_split(two(2.8, 99, **eight), 3, 0.5) == 4
     assert best_split(two(2.8, 400, **eight), 3, 0.5) == 3
-    assert best_split(two(2.8, 400, **eight, wait_s=0.3), 3, 0.5) == 4
+    assert best_split(two(2.8, 400, **eight, wait_s=0.45), 3, 0.5) == 4
 
 
 def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
@@ -197,8 +225,8 @@ def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
         first = worker("a", tokens_per_s=37_000, backlog=backlog)
         return Snapshot(*[[first, worker("b", sequences=30)]] * 2, Slo(), 1, {kind: waited_s}).kind("").split
 
-    assert split(0.0, 0) == split(0.0, 8_000) == split(0.2, 0) == 1
-    assert split(0.0, 12_000) is split(0.3, 0) is split(0.2, 8_000) is None
+    assert split(0.0, 0) == split(0.0, 8_000) == split(0.3, 0) == 1
+    assert split(0.0, 20_000) is split(0.45, 0) is split(0.3, 8_000) is None
     assert split(9.0, 0, kind="int4") == 1  # they wait for other workers
 
 

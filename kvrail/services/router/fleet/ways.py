@@ -114,16 +114,19 @@ class _Prompt:
             cost = self._computed[worker] = self._compute(worker)
         return cost
 
-    def _compute(self, worker: _Worker) -> _Cost:
+    def first_s(self, worker: _Worker) -> float:
+        """Seconds until the prompt is computed there."""
         missing = self.missing(worker)
-        own_s = missing * worker.token_s
-        first_s = worker.wait_s + own_s
-        first_s += math.ceil((worker.load.backlog + missing) / worker.chunk) * worker.step_s
+        steps = math.ceil((worker.load.backlog + missing) / worker.chunk)
+        return worker.wait_s + missing * worker.token_s + steps * worker.step_s
+
+    def _compute(self, worker: _Worker) -> _Cost:
+        missing, first_s = self.missing(worker), self.first_s(worker)
         gap_s = worker.step_s + min(worker.chunk, missing) * worker.token_s if worker.decoding else 0.0
         late = first_s > self._slo.ttft_s
         broken = late + (gap_s > self._slo.gap_s)
         tie = worker.load.sequences, lot(self._request, worker.each.target)
-        return _Cost(broken, first_s + worker.decoding * own_s, tie, late)
+        return _Cost(broken, first_s + worker.decoding * missing * worker.token_s, tie, late)
 
     def served(self, worker: _Worker) -> _Cost:
         """The prompt is computed there, and decodes there."""
@@ -258,8 +261,8 @@ def _choose(
         # Prompts go to the workers that are to compute them, unless the first token would come too late there, or
         # another one has at most half as much to compute, since it has the beginning cached.
         those = [each for each in able_to if each.computes]
-        if not those and spare_s > 0:
-            return None
+        if not those:
+            return _helped(prompt, request, kind, spare_s)
         if any(not prompt.computed(each).late for each in those):
             half = min(prompt.missing(each) for each in those) / 2
             able_to, deciding = (
@@ -290,6 +293,21 @@ def _choose(
     others = [each for _, each in firsts if each is not first and each.each.target != second.each.target]
     prefill = [prompt.placed(each) for each in (first, *others[:ALTERNATES])]
     return WorkerChoice(prompt.placed(second), prefill, way)
+
+
+def _helped(prompt: _Prompt, request: PlacementRequest, kind: _Kind, spare_s: float) -> WorkerChoice | None:
+    """A worker that only decodes computes the prompt; None if it has to wait for those that are to compute it.
+
+    It helps where these would take it up too late, and not before it would be done first.
+    """
+    busy = min((each for each in kind.computing if each.computes), key=prompt.first_s, default=None)
+    if busy is not None and busy.wait_s <= spare_s:
+        return None
+    most_s = math.inf if busy is None else prompt.first_s(busy)
+    helpers = (each for each in kind.deciding if not (each.computes or each.load.fed) and each.load.has_room(request.n))
+    in_time = ((prompt.served(each), each) for each in helpers if prompt.first_s(each) <= most_s)
+    best = min(in_time, key=_cost, default=None)
+    return best and WorkerChoice(prompt.placed(best[1]), [], (HERE, "ttft"))
 
 
 _cost = itemgetter(0)
