@@ -13,9 +13,11 @@ import sys
 from collections.abc import Callable
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.attention.shares import shares_of
 from kvrail.engine.attention.triton.decode_kernel import decode_attention
 from kvrail.engine.attention.triton.order import HeadShape
 from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
@@ -48,11 +50,12 @@ class Sequence:
         """Microseconds of one new token."""
         query, key, value = self._draw(1, self.heads), self._draw(1, KV_HEADS), self._draw(1, KV_HEADS)
         length = torch.tensor([self.context], dtype=torch.int32, device="cuda")
+        shares = torch.from_numpy(shares_of(np.array([self.context]), KV_HEADS, 4 * self.processors)).int().cuda()
         counters = torch.zeros(KV_HEADS, dtype=torch.int32, device="cuda")
-        out, processors = torch.empty_like(query), self.processors
+        out = torch.empty_like(query)
 
         def launch(pool: LayerPages) -> None:
-            decode_attention(query, key, value, pool, self.table, length, counters, out, self.options, processors)
+            decode_attention(query, key, value, pool, self.table, length, shares, counters, out, self.options)
 
         return self._microseconds(launch)
 

@@ -22,7 +22,8 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention
+from kvrail.engine.attention.shares import shares_of
+from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention, tuning_over
 from kvrail.engine.kv.closed.forms import FORMS, page_bytes
 from kvrail.engine.kv.closed.pages import ClosedPages, LosslessPages, LossyPages
 from kvrail.engine.kv.formats import LayerPages
@@ -56,6 +57,7 @@ class Load:
         last = torch.arange(pages, pages + batch, device="cuda")[:, None]
         self.table = torch.cat([order, last], 1).int()
         self.lengths = torch.full((batch,), context + 1, dtype=torch.int32, device="cuda")
+        self.shares: dict[int, torch.Tensor] = {}  # by slots
         self.closed_tokens = torch.zeros_like(self.lengths) if opened else self.lengths - 1
         self.counters = torch.zeros(batch * KV_HEADS, dtype=torch.int32, device="cuda")
         self.query = torch.randn(batch, HEADS, DIM, device="cuda").bfloat16()
@@ -85,22 +87,28 @@ class Load:
 
     def attend(self, layer: int, closed: bool, tuning: DecodeTuning | None = None) -> torch.Tensor:
         """Attention of one layer."""
-        out = torch.empty_like(self.query)
+        out, pages = torch.empty_like(self.query), self._pages(layer, closed)
+        tuning = tuning or tuning_over(pages, torch.bfloat16, len(self.lengths))
         decode_attention(
             self.query,
             self.key,
             self.value,
-            self._pages(layer, closed),
+            pages,
             self.table,
             self.lengths,
+            self._shares(tuning.programs * self.processors),
             self.counters,
             out,
             self.options,
-            self.processors,
             tuning,
             self.closed_tokens if closed and self.form not in SCALED else None,
         )
         return out
+
+    def _shares(self, slots: int) -> torch.Tensor:
+        if slots not in self.shares:
+            self.shares[slots] = torch.from_numpy(shares_of(self.lengths.cpu().numpy(), KV_HEADS, slots)).int().cuda()
+        return self.shares[slots]
 
     def _pages(self, layer: int, closed: bool) -> LayerPages:
         if not closed:

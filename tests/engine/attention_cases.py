@@ -6,6 +6,7 @@ import torch
 
 from kvrail.engine.attention import reference
 from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.attention.shares import shares_of
 from kvrail.engine.kv.cache import PagedCache
 from kvrail.engine.kv.formats import LayerPages
 from kvrail.values.layout import KVLayout
@@ -49,6 +50,11 @@ class Case:
         slots = self.slots.int().clone()
         slots[: self.decodes] = -1
         return slots
+
+
+def shares(kv_lens: torch.Tensor, kv_heads: int, slots: int) -> torch.Tensor:
+    """StepMeta.shares."""
+    return torch.from_numpy(shares_of(kv_lens.cpu().numpy(), kv_heads, slots)).int().to(kv_lens.device)
 
 
 def make_case(

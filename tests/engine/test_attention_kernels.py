@@ -14,13 +14,12 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 from kvrail.engine.attention import reference
-from kvrail.engine.attention.triton.decode_kernel import decode_attention, splits_for
-from kvrail.engine.attention.triton.decode_kernel import tuning_for as decode_tuning
+from kvrail.engine.attention.triton.decode_kernel import decode_attention
 from kvrail.engine.attention.triton.order import HeadShape, parts_of
 from kvrail.engine.attention.triton.order_kernel import begins_part, part_begin, part_of
 from kvrail.engine.attention.triton.page_kernels import write_pages
 from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
-from tests.engine.attention_cases import Case, expected, make_case, relative_error
+from tests.engine.attention_cases import Case, expected, make_case, relative_error, shares
 
 SHAPES = {
     "plain": {},
@@ -63,17 +62,16 @@ def test_decode(shape: dict, processors: int) -> None:
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-def test_long_sequences_are_split_only_where_the_batch_does_not_fill_the_chip() -> None:
-    assert splits_for(1, 8, 264, 64) == (64, 128)
-    assert splits_for(8, 8, 264, 64) == (8, 128)
-    assert splits_for(24, 8, 264, 64) == (4, 1024)
-    assert splits_for(64, 8, 264, 64) == (4, 4096)
-
-
-def test_programs_over_lossless_pages_leave_few_places_of_their_last_round_empty() -> None:
-    shape = HeadShape(128, 128, 2, 2)
-    registers = {rows: decode_tuning(shape, rows, 8, 132, 0).registers for rows in (1, 8, 32, 48, 64, 128)}
-    assert registers == {1: 168, 8: None, 32: 168, 48: 168, 64: None, 128: 168}
+@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize(
+    "lengths", [[5000] * 3, [900, 4000, 1, 2900, 300, 256], [9000, 40, 70], [1300] * 7 + [0, 0]], ids=str
+)
+def test_no_share_changes_a_bit(lengths: list[int], window: int) -> None:
+    case = make_case([(1, max(1, length)) for length in lengths], window=window, heads=2, kv_heads=1)
+    case.plan = [(1, length) for length in lengths]
+    wanted = decode(copy.deepcopy(case), 0)
+    for processors in (1, 2, 5, 30):
+        assert torch.equal(decode(copy.deepcopy(case), processors), wanted)
 
 
 def test_decode_of_padding_is_zero_and_stores_nothing() -> None:
@@ -98,10 +96,10 @@ def decode(case: Case, processors: int) -> torch.Tensor:
         case.pages,
         case.page_tables,
         case.kv_lens,
+        shares(case.kv_lens, case.key.shape[1], 4 * processors or 1),
         counters,
         out,
         case.options,
-        processors,
     )
     assert not counters.any()
     return out

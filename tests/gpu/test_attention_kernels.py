@@ -15,7 +15,7 @@ from kvrail.engine.attention.triton.decode_kernel import decode_attention  # noq
 from kvrail.engine.attention.triton.order import HeadShape  # noqa: E402
 from kvrail.engine.attention.triton.page_kernels import write_pages  # noqa: E402
 from kvrail.engine.attention.triton.prefill_kernel import prefill_attention, queries_for  # noqa: E402
-from tests.engine.attention_cases import Case, expected, make_case, relative_error  # noqa: E402
+from tests.engine.attention_cases import Case, expected, make_case, relative_error, shares  # noqa: E402
 
 SIZES = (1, 63, 64, 65, 500, 3000, 2, 129)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -65,10 +65,10 @@ def decode(case: Case, processors: int) -> torch.Tensor:
             case.pages,
             case.page_tables,
             case.kv_lens,
+            shares(case.kv_lens, case.key.shape[1], 4 * processors),
             counters,
             out,
             case.options,
-            processors,
         )
     assert not counters.any()
     return out
@@ -108,7 +108,8 @@ def test_whole_step(plan: list, shape: dict) -> None:
     wanted = expected(case)
     counters = torch.zeros(case.decodes * case.key.shape[1], dtype=torch.int32, device="cuda")
     blocks = blocks_of(case) if case.decodes < len(case.plan) else torch.zeros(0, 4, dtype=torch.int32, device="cuda")
-    meta = StepMeta(case.stored_apart, case.page_tables, kv_lens=case.kv_lens, counters=counters, blocks=blocks)
+    programs = shares(case.kv_lens, case.key.shape[1], 528)
+    meta = StepMeta(case.stored_apart, case.page_tables, [], case.kv_lens, programs, counters, blocks)
     out = cuda.paged_attention(case.query, case.key, case.value, case.pages, meta, case.options)
     rounding = 2 if case.pages.scaled else 1  # eight-bit pages are rounded again on the way
     assert relative_error(out, wanted) < rounding * TOLERANCE[torch.bfloat16]
@@ -128,7 +129,7 @@ def test_a_padded_step_is_the_same_bit_for_bit(plan: list) -> None:
     tables[: len(case.plan), : case.page_tables.shape[1]] = case.page_tables
     slots = torch.full((tokens + padding,), -1, dtype=torch.int32, device="cuda")
     slots[:tokens] = case.stored_apart
-    meta = StepMeta(slots, tables, kv_lens=lengths, counters=counters, blocks=blocks_of(case, padding))
+    meta = StepMeta(slots, tables, [], lengths, shares(lengths, heads, 528), counters, blocks_of(case, padding))
     q, k, v = (
         torch.cat([t, torch.full_like(t[:1], 3).expand(padding, -1, -1)]) for t in (case.query, case.key, case.value)
     )
@@ -137,6 +138,7 @@ def test_a_padded_step_is_the_same_bit_for_bit(plan: list) -> None:
         other.stored_apart,
         other.page_tables,
         kv_lens=lengths[: case.decodes],
+        shares=shares(case.kv_lens, heads, 132),
         counters=counters[: case.decodes * heads],
         blocks=blocks_of(other),
     )
@@ -188,6 +190,8 @@ def test_pages_beyond_two_to_the_31_elements() -> None:
     counters = torch.zeros(heads, dtype=torch.int32, device="cuda")
     out = torch.full(wanted.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
     q, k, v = (t[:1] for t in (case.query, case.key, case.value))
-    decode_attention(q, k, v, layer, tables[:1], case.kv_lens[:1], counters, out[:1], case.options, 132)
+    lengths = case.kv_lens[:1]
+    programs = shares(lengths, heads, 528)
+    decode_attention(q, k, v, layer, tables[:1], lengths, programs, counters, out[:1], case.options)
     prefill_attention(case.query, layer, tables, blocks_of(case), out, case.options, 132)
     assert relative_error(out, wanted) < TOLERANCE[torch.bfloat16]

@@ -25,7 +25,7 @@ from kvrail.engine.model.loader import LoadedModel, load_model  # noqa: E402
 from kvrail.engine.step import invariance  # noqa: E402
 from kvrail.engine.step.runner import ModelRunner  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
-from tests.engine.attention_cases import Case, make_case  # noqa: E402
+from tests.engine.attention_cases import Case, make_case, shares  # noqa: E402
 from tests.engine.test_runner import tokens  # noqa: E402
 from tests.gpu.wide_model import wide_model  # noqa: E402
 
@@ -294,10 +294,10 @@ def decode(case: Case, rows: torch.Tensor, processors: int, tuning: DecodeTuning
         case.pages,
         case.page_tables.expand(len(rows), -1).contiguous(),
         (rows + 1).int(),
+        shares(rows + 1, case.key.shape[1], 4 * processors),
         counters,
         out,
         case.options,
-        processors,
         tuning,
     )
     assert not counters.any()

@@ -14,7 +14,7 @@ from kvrail.engine.attention.meta import StepMeta  # noqa: E402
 from kvrail.engine.attention.triton.order import HeadShape  # noqa: E402
 from kvrail.engine.attention.triton.prefill_kernel import queries_for  # noqa: E402
 from kvrail.engine.kv.closed import cuda  # noqa: E402
-from tests.engine.attention_cases import Case, make_case  # noqa: E402
+from tests.engine.attention_cases import Case, make_case, shares  # noqa: E402
 from tests.lossless.cases import check_kernels, close_case, distributions, pages_of  # noqa: E402
 
 SHAPES = {
@@ -47,6 +47,7 @@ def attend(case: Case, closed_tokens: torch.Tensor | None = None) -> torch.Tenso
         case.stored_apart,
         case.page_tables,
         kv_lens=case.kv_lens,
+        shares=shares(case.kv_lens, case.key.shape[1], 528),
         counters=counters,
         blocks=blocks,
         closed_tokens=tokens,

@@ -14,7 +14,7 @@ from kvrail.engine.attention import reference
 from kvrail.engine.attention.triton.decode_kernel import decode_attention
 from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention
 from kvrail.engine.kv.closed import cuda
-from tests.engine.attention_cases import Case, make_case
+from tests.engine.attention_cases import Case, make_case, shares
 from tests.lossless.cases import check_kernels, close_case, distributions, pages_of
 
 SHAPES = {
@@ -28,7 +28,7 @@ SHAPES = {
 
 def decode(case: Case, share: bool, closed_tokens: torch.Tensor | None = None) -> torch.Tensor:
     """share: four programs share each long sequence."""
-    processors = 2 * case.query.shape[0] * case.key.shape[1] if share else 1
+    processors = 4 * case.query.shape[0] * case.key.shape[1] if share else 1
     counters = torch.zeros(case.query.shape[0] * case.key.shape[1], dtype=torch.int32, device=case.query.device)
     out = case.query.new_full((*case.query.shape[:2], case.value.shape[2]), float("nan"))
     decode_attention(
@@ -38,10 +38,10 @@ def decode(case: Case, share: bool, closed_tokens: torch.Tensor | None = None) -
         case.pages,
         case.page_tables,
         case.kv_lens,
+        shares(case.kv_lens, case.key.shape[1], processors),
         counters,
         out,
         case.options,
-        processors,
         closed_tokens=None if closed_tokens is None else closed_tokens.int(),
     )
     return out

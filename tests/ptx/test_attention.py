@@ -42,7 +42,7 @@ def attend(layer: Any, dims: tuple[int, int]) -> None:
     for tokens in (1, 8, 512):
         query, out = (torch.zeros(tokens, HEADS, dim).bfloat16() for dim in dims)
         if tokens == 1:
-            decode_attention(query, key, value, layer, table, lengths, counters, out, options, 132, None, closed)
+            decode_attention(query, key, value, layer, table, lengths, blocks, counters, out, options, None, closed)
         else:
             prefill_attention(query, layer, table, blocks, out, options, 132, None, closed)
 

@@ -6,7 +6,7 @@ import torch
 
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.triton.decode_kernel import decode_attention
+from kvrail.engine.attention.triton.decode_kernel import decode_attention, tuning_over
 from kvrail.engine.attention.triton.order import head_shape
 from kvrail.engine.attention.triton.page_kernels import write_pages
 from kvrail.engine.attention.triton.prefill_kernel import prefill_attention, queries_for
@@ -38,10 +38,10 @@ def paged_attention(
             layer,
             meta.page_tables[:rows],
             meta.kv_lens,
+            meta.shares,
             meta.counters,
             out[:rows],
             options,
-            _processors(query.device),
             closed_tokens=meta.closed_tokens,
         )
     if len(meta.blocks):
@@ -57,6 +57,11 @@ def paged_attention(
             closed_tokens=meta.closed_tokens,
         )
     return out
+
+
+def slots_of(layer: LayerPages, dtype: torch.dtype, rows: int) -> int:
+    """Programs that compute `rows` sequences with one new token at once, over such pages, for a model in `dtype`."""
+    return tuning_over(layer, dtype, rows).programs * _processors(layer.keys.device)
 
 
 def queries_of_a_block(layout: KVLayout, dtype: torch.dtype, tokens: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from kvrail.engine.attention.shares import SHARE_FIELDS, room_for
+
 _ALIGN = 4
 """Sections begin at multiples of 16 bytes, so that kernels can use wide loads."""
 
@@ -34,7 +36,9 @@ class StepMeta:
     layer has made for all.
     The rest is for CUDA, where every length is read from device memory, so that a captured step serves any lengths.
     kv_lens: int32 [rows], tokens of each leading sequence with one new token, the new one included; 0: the row is
-    padding, or belongs to a sequence with more new tokens. counters: int32 [rows * kv_heads], zeros between two layers.
+    padding, or belongs to a sequence with more new tokens. shares: int32 [shares, 3], the programs of a KV head, each
+    with its part of one of these sequences: (row, number of the part, how many there are); row -1: it has nothing to
+    do. Each row has one at least. counters: int32 [rows * kv_heads], zeros between two layers.
     blocks: int32 [blocks, 4], queries of sequences with more than one new token, in any order: (first packed token,
     number of tokens, the first one's position in its sequence, the sequence's page table; -1: padding, which gets
     zeros). Blocks without tokens are skipped.
@@ -44,6 +48,7 @@ class StepMeta:
     page_tables: Any
     plan: list[tuple[int, int]] = field(default_factory=list)
     kv_lens: Any = None
+    shares: Any = None
     counters: Any = None
     blocks: Any = None
     closed_tokens: Any = None
@@ -63,11 +68,12 @@ class Extents:
     closed: bool = False
 
     def sizes(self) -> list[int]:
-        """Integers in each section: slots, page_tables, kv_lens, counters, blocks, closed_tokens."""
+        """Integers in each section: slots, page_tables, kv_lens, shares, counters, blocks, closed_tokens."""
         return [
             self.tokens,
             self.sequences * self.width,
             self.rows,
+            room_for(self.rows, self.kv_heads) * SHARE_FIELDS,
             self.rows * self.kv_heads,
             self.blocks * BLOCK_FIELDS,
             self.sequences * self.closed,
@@ -85,13 +91,14 @@ class Extents:
     def sections(self, data: Any) -> StepMeta:
         """Views of `data`, int32 [words], an array or a tensor."""
         sizes = self.sizes()
-        slots, tables, kv_lens, counters, blocks, closed_tokens = (
+        slots, tables, kv_lens, shares, counters, blocks, closed_tokens = (
             data[begin : begin + size] for begin, size in zip(section_starts(sizes), sizes, strict=False)
         )
         return StepMeta(
             slots=slots,
             page_tables=tables.reshape(self.sequences, self.width),
             kv_lens=kv_lens,
+            shares=shares.reshape(-1, SHARE_FIELDS),
             counters=counters,
             blocks=blocks.reshape(self.blocks, BLOCK_FIELDS),
             closed_tokens=closed_tokens if self.closed else None,

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from kvrail.engine.attention.meta import Extents, StepMeta
+from kvrail.engine.attention.shares import shares_of
 from kvrail.engine.attention.step import PagedStep
 from kvrail.engine.batch.batch import Feed
 from kvrail.engine.batch.packing import Ints, PackedStep, query_blocks
@@ -74,7 +75,7 @@ def _cuda_inputs(
     feed: Feed | None,
     min_rows: int,
 ) -> StepInputs:
-    from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
+    from kvrail.engine.attention.cuda import queries_of_a_block, slots_of  # needs triton, which a CPU worker does not
 
     tokens = max(min_rows, len(packed.token_ids))
     blocks = query_blocks(packed, queries_of_a_block(cache.layout, dtype, tokens), tokens)
@@ -88,7 +89,7 @@ def _cuda_inputs(
         closed=packed.closed_tokens is not None,
     )
     data = np.zeros(extents.words(), np.int32)
-    fill_meta(extents.sections(data), packed, blocks)
+    fill_meta(extents.sections(data), packed, blocks, slots_of(cache.layer(0), dtype, packed.decodes))
     fed = np.asarray(feed.rows if feed else (), np.int64)
     arrays = (
         _padded(array, max(0, size - len(array)))
@@ -114,8 +115,11 @@ def take_fed(token_ids: torch.Tensor, drawn: torch.Tensor, rows: torch.Tensor) -
     torch.where(rows < 0, known, drawn[rows.clamp(min=0)].clamp(min=0), out=known)
 
 
-def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints) -> None:
-    """Write a step into sections on the host, which may be longer; the rest of them becomes padding."""
+def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints, slots: int) -> None:
+    """Write a step into sections on the host, which may be longer; the rest of them becomes padding.
+
+    slots: programs that compute sequences with one new token at once.
+    """
     rows, tokens = packed.decodes, len(packed.token_ids)
     sequences, width = packed.page_tables.shape
     meta.slots[:rows] = -1  # attention over one new token stores its KV itself
@@ -124,11 +128,18 @@ def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints) -> None:
     meta.page_tables[:sequences, :width] = packed.page_tables
     meta.kv_lens[:rows] = packed.plan[:rows, 1]
     meta.kv_lens[rows:] = 0
+    fill_shares(meta, slots)
     meta.blocks[: len(blocks)] = blocks
     meta.blocks[len(blocks) :] = 0
     if packed.closed_tokens is not None:
         meta.closed_tokens[:sequences] = packed.closed_tokens
         meta.closed_tokens[sequences:] = 0
+
+
+def fill_shares(meta: StepMeta, slots: int) -> None:
+    """Write the shares of the sequences whose lengths are there. slots: see `fill_meta`."""
+    if rows := len(meta.kv_lens):
+        meta.shares[:] = shares_of(meta.kv_lens, len(meta.counters) // rows, slots)
 
 
 def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:

@@ -65,7 +65,10 @@ class StepGraphs:
     def __init__(
         self, loaded: LoadedModel, cache: PagedCache, max_running: int, max_tokens: int, min_rows: int = 0
     ) -> None:
-        from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
+        from kvrail.engine.attention.cuda import (  # needs triton, which a CPU worker does not
+            queries_of_a_block,
+            slots_of,
+        )
 
         self.extras = Extras()
         self._loaded = loaded
@@ -77,7 +80,7 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._last_layer = len(loaded.layers) - 1
         self._near_end = max(0, round(self._last_layer * (1 - LEFT)))  # behind this layer, a step nears its end
-        layout = cache.layout
+        layout, pages = cache.layout, cache.layer(0)
         width = min(layout.pages_for(loaded.max_model_len), cache.num_pages)
         group = -(-len(loaded.layers) // GROUPS)
         begin, free = perf_counter(), torch.cuda.mem_get_info(loaded.device)[0]
@@ -94,6 +97,7 @@ class StepGraphs:
                     max_running + VERIFIED_ROWS,
                     queries_of_a_block(layout, loaded.dtype, tokens),
                     closed=cache.slots is not None,
+                    slots=slots_of(pages, loaded.dtype, min(tokens, max_running)),
                 ),
                 {*range(group - 1, self._last_layer, group), self._last_layer},
             )
@@ -101,7 +105,14 @@ class StepGraphs:
         ][::-1]
         self._decodes = [
             self._capture(
-                decode_size(rows, width, layout.num_kv_heads, min_rows, closed=cache.slots is not None),
+                decode_size(
+                    rows,
+                    width,
+                    layout.num_kv_heads,
+                    min_rows,
+                    closed=cache.slots is not None,
+                    slots=slots_of(pages, loaded.dtype, rows),
+                ),
                 {self._near_end},
             )
             for rows in reversed(batch_sizes(max_running))

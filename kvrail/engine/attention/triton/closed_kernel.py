@@ -155,7 +155,7 @@ def add_closed_blocks(
     scale,
     softcap,
     parts,
-    alone,
+    folds,
     live,
     before,
     part,
@@ -189,6 +189,6 @@ def add_closed_blocks(
             VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
         )  # fmt: skip
         before, part = end_block(
-            parts, block, end, alone, live, before, part, ROWS, VALUE_DIM, VALUE_DIM, BLOCK
+            parts, block, end, folds, live, before, part, ROWS, VALUE_DIM, VALUE_DIM, BLOCK
         )  # fmt: skip
     return before, part

@@ -20,7 +20,7 @@ def add_open_blocks(
     scale,
     softcap,
     parts,
-    alone,
+    folds,
     live,
     before,
     part,
@@ -54,6 +54,6 @@ def add_open_blocks(
             VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, True,
         )  # fmt: skip
         before, part = end_block(
-            parts, block, end, alone, live, before, part, ROWS, VALUE_DIM, VALUE_DIM_PADDED, BLOCK
+            parts, block, end, folds, live, before, part, ROWS, VALUE_DIM, VALUE_DIM_PADDED, BLOCK
         )  # fmt: skip
     return before, part

@@ -1,10 +1,11 @@
 """Triton kernel: one new token a sequence is stored in its page, then attends to its pages.
 
 Split-KV flash decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): several programs share a long
-sequence, and the last one to finish joins their results. Their number changes no bit of the result: they leave the
-parts of `attention.order` one by one, and the join folds these as a single program would. The query heads of one KV
-head are computed together, so that KV is read once. Launch shapes depend on tensor shapes alone, never on lengths, so a
-captured launch serves any lengths. There is one launch: at decode's sizes another would cost as much as a small kernel.
+sequence (`attention.shares` says which), and the last one to finish joins their results. Their number changes no bit of
+the result: the first one folds its parts of `attention.order`, the others leave theirs one by one, and the join folds
+them as a single program would. The query heads of one KV head are computed together, so that KV is read once. Launch
+shapes depend on tensor shapes alone, never on lengths, so a captured launch serves any lengths. There is one launch: at
+decode's sizes another would cost as much as a small kernel.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.attention.shares import SHARE_FIELDS
 from kvrail.engine.attention.triton.closed_kernel import add_closed_blocks, open_stages_of
 from kvrail.engine.attention.triton.decode_block_kernel import add_open_blocks
 from kvrail.engine.attention.triton.order import (
@@ -40,66 +42,43 @@ from kvrail.engine.attention.triton.page_kernels import store_rows, unit_stride
 from kvrail.engine.kv.formats import LayerPages
 
 _FEW_ROWS = 4
-_MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """Launch parameters: warps and pipeline stages a program, programs wanted a processor, registers of a thread.
+    """Launch parameters: warps and pipeline stages a program, programs that run at once on a processor, registers.
 
-    registers None: the compiler decides.
+    registers: of a thread; None: the compiler decides.
     """
 
     warps: int = 4
     stages: int = 3
-    programs: int = 2
+    programs: int = 4
     registers: int | None = None
 
 
-def tuning_for(
-    shape: HeadShape, rows: int, kv_heads: int, processors: int, code_bits: int | None = None
-) -> DecodeTuning:
-    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 and an H200 for heads of 128.
+def tuning_for(shape: HeadShape, rows: int, code_bits: int | None = None) -> DecodeTuning:
+    """Parameters for `rows` sequences with heads of `shape`; chosen on an H200 for heads of 128 (decision 0041).
 
-    code_bits: of closed pages, see LayerPages.closed_tiles; None: all pages are plain. With few sequences each program
-    needs more loads under way; with many, more programs at once are faster. 1 x 2,048 plain tokens take 10.1 us
-    with the former parameters and 11.2 with the latter, 32 x 1,152 tokens 67.8 and 64.9.
+    code_bits: of closed pages, see LayerPages.closed_tiles; None: all pages are plain.
     """
-    few, narrow = rows <= _FEW_ROWS, shape.page_bytes == 1
+    few = rows <= _FEW_ROWS
     if block_of(shape) < 64:
         return DecodeTuning(stages=2)
-    if code_bits is None and few:
-        return DecodeTuning(stages=5, registers=168 if narrow else None)
-    if code_bits is None:
-        return DecodeTuning(stages=5 if narrow else 3, registers=128)
-    if code_bits == 0 and not few:
-        return DecodeTuning(stages=5, registers=_lossless_registers(rows, kv_heads, processors))
-    return DecodeTuning(stages=5, registers=168 if few else 128)
+    if (code_bits is None and shape.page_bytes > 1) or (code_bits == 0 and few):
+        return DecodeTuning(stages=5, programs=2)
+    if code_bits == 0:
+        return DecodeTuning(stages=5, programs=3, registers=168)
+    return DecodeTuning(stages=5, programs=2, registers=168) if few else DecodeTuning(stages=5, registers=128)
 
 
-def _lossless_registers(rows: int, kv_heads: int, processors: int) -> int | None:
-    """Registers of a thread over lossless pages: 168 lets three programs share a processor, None lets two.
-
-    Three read 1.15 times as fast as two, but more of their last round may be empty: on an H200, 48 sequences of 3,072
-    tokens take 0.83 of bfloat16's time with 168 and 1.13 with None, 64 of 2,048 tokens 1.08 and 0.87.
-    """
-    wanted = DecodeTuning().programs * processors
-    programs = rows * kv_heads
-    if programs < wanted:
-        programs *= splits_for(rows, kv_heads, wanted, 64)[0]
-    three, two = (number * -(-programs // (number * processors)) for number in (3, 2))
-    return 168 if three <= 1.15 * two else None
+def tuning_over(layer: LayerPages, dtype: torch.dtype, rows: int) -> DecodeTuning:
+    """Parameters for `rows` sequences over such pages, if a model computes in `dtype`."""
+    return tuning_for(_shape_of(layer, dtype), rows, None if layer.closed is None else layer.closed.code_bits)
 
 
-def splits_for(rows: int, kv_heads: int, programs: int, block: int) -> tuple[int, int]:
-    """(most programs of a sequence, fewest tokens of one) for about `programs` programs in all.
-
-    Lengths do not matter: a captured launch serves them all. Where the batch alone fills the chip, only long sequences
-    are split, since a second program for a short one is overhead (measured on an H200: 125 instead of 136 µs for 64
-    sequences of 2,048 tokens).
-    """
-    wanted = min(int(triton.next_power_of_2(-(-programs // (rows * kv_heads)))), _MAX_SPLITS)
-    return max(wanted, 4), {1: 4096, 2: 1024}.get(wanted, 2 * block)
+def _shape_of(layer: LayerPages, dtype: torch.dtype) -> HeadShape:
+    return HeadShape(layer.keys.shape[3], layer.values.shape[3], dtype.itemsize, layer.keys.element_size())
 
 
 @triton.jit
@@ -141,6 +120,7 @@ def _join_if_last(
     sinks,
     row,
     kv_head,
+    begin,
     count,
     part_stride,
     KV_HEADS: tl.constexpr,
@@ -151,19 +131,19 @@ def _join_if_last(
     SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Count the parts that this program left; join all `count` where these were the last ones."""
+    """Count the parts that this program left; join all `count` where these were the last ones. begin: see `join`."""
     tl.debug_barrier()  # all threads' stores come before the count that announces them
     if tl.atomic_add(counter, left, sem="acq_rel") + left == count:
         tl.store(counter, 0)  # for the next layer
         join(
-            out, parts, sinks, row, kv_head, count, part_stride,
+            out, parts, sinks, row, kv_head, begin, count, part_stride,
             KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
         )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "part_stride", "shortest", "unit_bytes"],
-    do_not_specialize_on_alignment=["page_tables", "kv_lens", "counters", "closed_tokens"],
+    do_not_specialize=["table_stride", "part_stride", "unit_bytes"],
+    do_not_specialize_on_alignment=["page_tables", "kv_lens", "shares", "counters", "closed_tokens"],
 )
 def _decode_kernel(
     query,
@@ -175,6 +155,7 @@ def _decode_kernel(
     value_scales,
     page_tables,
     kv_lens,
+    shares,
     closed_pages,
     spare,
     unit_bytes,
@@ -193,7 +174,6 @@ def _decode_kernel(
     value_stride_head,
     table_stride,
     part_stride,
-    shortest,
     scale,
     softcap,
     KV_HEADS: tl.constexpr,
@@ -206,6 +186,7 @@ def _decode_kernel(
     VALUE_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -218,19 +199,22 @@ def _decode_kernel(
     LEAD: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """Grid: (KV_HEADS, splits, sequences). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0.
+    """Grid: (KV_HEADS, shares). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0.
 
-    Programs that share a sequence leave float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
-    part_top, part_total [sequences, heads, part_stride]. CODE_BITS: see closed_scores_of. LEAD: tokens in open pages
-    before the closed ones; 0: none, and no code for them.
+    Programs that share a sequence leave float32: part_out [sequences, heads, part_stride, VALUE_DIM], and part_top,
+    part_total [sequences, heads, part_stride]; the first one leaves the sum of its parts in place of the last of them.
+    CODE_BITS: see closed_scores_of. LEAD: tokens in open pages before the closed ones; 0: none, and no code for them.
     """
-    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head, share = tl.program_id(0), shares + tl.program_id(1) * FIELDS
+    row, number, programs = tl.load(share).to(tl.int64), tl.load(share + 1), tl.load(share + 2)
+    if row < 0:
+        return
     kv_len = tl.load(kv_lens + row)
     first = tl.maximum(kv_len - WINDOW, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
-    begin, end = share_of(first, kv_len, split, tl.num_programs(1), shortest)
-    if (begin >= end) & (split > 0):
+    begin, end = share_of(first, kv_len, number, programs, 2 * BLOCK)
+    if (begin >= end) & (number > 0):
         return
-    alone = end - begin == kv_len - first
+    alone, folds = end - begin == kv_len - first, number == 0
     table = page_tables + row * table_stride
     if (end == kv_len) & (kv_len > 0):  # the new token is in this program's share
         _store_token(
@@ -254,7 +238,7 @@ def _decode_kernel(
     if LEAD > 0:
         closed = tl.maximum(begin, tl.minimum(LEAD, end))
         before, part = add_open_blocks(
-            q, pools, table, kv_head, begin, closed, end, position, kv_len, scale, softcap, parts, alone, live, before,
+            q, pools, table, kv_head, begin, closed, end, position, kv_len, scale, softcap, parts, folds, live, before,
             part, KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK,
             WINDOW, SOFTCAP, LIMIT > 0, SEVERED, open_stages_of(CODE_BITS),
         )  # fmt: skip
@@ -262,27 +246,32 @@ def _decode_kernel(
     if BOTH_TILES:
         opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + row), end))
         before, part = add_closed_blocks(
-            q, closed_pool, table, kv_head, closed, opened, end, position, kv_len, scale, softcap, parts, alone, live,
+            q, closed_pool, table, kv_head, closed, opened, end, position, kv_len, scale, softcap, parts, folds, live,
             before, part, KV_HEADS, GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE,
             BOTH_TILES, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
     before, part = add_open_blocks(
-        q, pools, table, kv_head, opened, end, end, position, kv_len, scale, softcap, parts, alone, live, before, part,
+        q, pools, table, kv_head, opened, end, end, position, kv_len, scale, softcap, parts, folds, live, before, part,
         KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
         LIMIT > 0, SEVERED, open_stages_of(CODE_BITS) if BOTH_TILES else None,
     )  # fmt: skip
 
+    part = summed(part)
+    if folds:
+        part = fold(before, part)
     if alone:
-        result = output_of(fold(before, summed(part)), sinks, head, live, SINKS)
+        result = output_of(part, sinks, head, live, SINKS)
         value_dim = tl.arange(0, VALUE_DIM_PADDED)
         where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
         tl.store(out + where, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
     else:
         leave(parts, part_of(end - 1), part, live, VALUE_DIM, VALUE_DIM_PADDED)
+        _, folded = share_of(first, kv_len, 0, programs, 2 * BLOCK)
         _join_if_last(
             counters + row * KV_HEADS + kv_head, part_of(end - 1) - part_of(begin) + 1, out,
-            (part_out, part_top, part_total), sinks, row, kv_head, part_of(kv_len - 1) - part_of(first) + 1,
-            part_stride, KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
+            (part_out, part_top, part_total), sinks, row, kv_head, part_of(folded - 1) - part_of(first),
+            part_of(kv_len - 1) - part_of(first) + 1, part_stride, KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM,
+            VALUE_DIM_PADDED, SINKS, AT_ONCE,
         )  # fmt: skip
 
 
@@ -293,38 +282,37 @@ def decode_attention(
     layer: LayerPages,
     page_tables: torch.Tensor,
     kv_lens: torch.Tensor,
+    shares: torch.Tensor,
     counters: torch.Tensor,
     out: torch.Tensor,
     options: ScoreOptions,
-    processors: int,
     tuning: DecodeTuning | None = None,
     closed_tokens: torch.Tensor | None = None,
 ) -> None:
     """Store each sequence's one new token and attend it to the sequence's pages.
 
     query: [sequences, heads, key_dim]; key, value: [sequences, kv_heads, dim]; page_tables: int32 [sequences, width];
-    kv_lens: int32 [sequences], the new token included; 0: nothing is stored, and the output is zeros. counters: int32
-    [sequences * kv_heads], zeros, and zeros again afterwards. out: [sequences, heads, value_dim], contiguous.
-    processors: multiprocessors of the device. tuning: launch parameters, by default those of `tuning_for`.
-    closed_tokens: int32 [sequences], see StepMeta; None where all pages are plain.
+    kv_lens: int32 [sequences], the new token included; 0: nothing is stored, and the output is zeros. shares: see
+    StepMeta. counters: int32 [sequences * kv_heads], zeros, and zeros again afterwards. out: [sequences, heads,
+    value_dim], contiguous. tuning: launch parameters, by default those of `tuning_for`. closed_tokens: int32
+    [sequences], see StepMeta; None where all pages are plain.
     """
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     rows, heads, key_dim = query.shape
     page_size, kv_heads, value_dim = layer.page_size, layer.kv_heads, out.shape[2]
-    shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
-    closed = layer.closed
-    tuning = tuning or tuning_for(shape, rows, kv_heads, processors, closed.code_bits if closed else None)
-    splits, shortest = splits_for(rows, kv_heads, tuning.programs * processors, block_of(shape))
+    shape = _shape_of(layer, query.dtype)
+    tuning = tuning or tuning_over(layer, query.dtype, rows)
     parts = parts_of(page_tables.shape[1] * page_size)
     part_out = torch.empty(rows, heads, parts, value_dim, device=query.device)
     part_top, part_total = torch.empty(2, rows, heads, parts, device=query.device)
-    _decode_kernel[(kv_heads, splits, rows)](
+    _decode_kernel[(kv_heads, len(shares))](
         query,
         key,
         value,
         *layer.arguments,
         page_tables,
         kv_lens,
+        shares,
         *layer.closed_arguments,
         closed_tokens,
         counters,
@@ -338,12 +326,12 @@ def decode_attention(
         *value.stride()[:2],
         page_tables.stride(0),
         parts,
-        shortest,
         options.scale,
         options.softcap,
         **_dims(kv_heads, heads // kv_heads, key_dim, value_dim),
         PAGE_SIZE=page_size,
         BLOCK=block_of(shape),
+        FIELDS=SHARE_FIELDS,
         **score_constants(options),
         LIMIT=layer.limit,
         SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),

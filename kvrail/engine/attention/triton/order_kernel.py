@@ -287,7 +287,7 @@ def share_of(first, end, number, programs, shortest):
 def leave(parts, number, part, live, VALUE_DIM: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
     """Store a part for `join`.
 
-    parts: where (weighted values, highest scores, sums) and, in each row, part 0 lie; number: the part's.
+    parts: where (weighted values, highest scores, sums) and, in each row, part 0 lie; number: the part's; part: summed.
     """
     part_out, part_top, part_total, place = parts
     acc, top, total = part
@@ -296,7 +296,7 @@ def leave(parts, number, part, live, VALUE_DIM: tl.constexpr, VALUE_DIM_PADDED: 
     where = at[:, None] * VALUE_DIM + value_dim[None, :]
     tl.store(part_out + where, acc, live[:, None] & (value_dim < VALUE_DIM)[None, :])
     tl.store(part_top + at, top, live)
-    tl.store(part_total + at, tl.max(total, axis=1), live)
+    tl.store(part_total + at, total, live)
 
 
 @triton.jit
@@ -304,7 +304,7 @@ def end_block(
     parts,
     block,
     end,
-    alone,
+    folds,
     live,
     before,
     part,
@@ -315,13 +315,13 @@ def end_block(
 ):
     """(`before`, `part`) behind `block`.
 
-    Where a part ends there, but not the program's share, fold it into those before, or leave it for `join`.
+    Where a part ends there, but not the program's share, fold it into those before if `folds`, or leave it for `join`.
     """
     if begins_part(block + BLOCK) & (block + BLOCK < end):
-        if alone:
+        if folds:
             before = fold(before, summed(part))
         else:
-            leave(parts, part_of(block), part, live, VALUE_DIM, VALUE_DIM_PADDED)
+            leave(parts, part_of(block), summed(part), live, VALUE_DIM, VALUE_DIM_PADDED)
         part = nothing(ROWS, VALUE_DIM_PADDED)
     return before, part
 
@@ -333,6 +333,7 @@ def join(
     sinks,
     row,
     kv_head,
+    begin,
     count,
     stride,
     KV_HEADS: tl.constexpr,
@@ -343,7 +344,10 @@ def join(
     SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Fold the first `count` parts of one KV head's query heads, in order."""
+    """Fold the first `count` parts of one KV head's query heads, in order, from part `begin` on.
+
+    That one is the sum of those before it too.
+    """
     part_out, part_top, part_total = parts
     group = tl.arange(0, GROUP_PADDED)
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
@@ -351,9 +355,9 @@ def join(
     place = (row * KV_HEADS * GROUP + head) * stride
     live = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
     before = none_before(GROUP_PADDED, VALUE_DIM_PADDED)
-    for begin in range(0, count, AT_ONCE):
+    for first in range(begin, count, AT_ONCE):
         for ahead in tl.static_range(AT_ONCE):  # unrolled, so that the loads of several parts are under way together
-            part = begin + ahead + group * 0
+            part = first + ahead + group * 0
             there = (group < GROUP) & (part < count)
             new_top = tl.load(part_top + place + part, mask=there, other=LOWEST)
             new_total = tl.load(part_total + place + part, mask=there, other=0.0)

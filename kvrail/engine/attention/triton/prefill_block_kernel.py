@@ -43,7 +43,7 @@ def _begin_part(
     if begins_part(block):
         if SHARED:
             if block > begin:
-                leave(parts, part_of(block - 1), part, live, VALUE_DIM, VALUE_DIM_PADDED)
+                leave(parts, part_of(block - 1), summed(part), live, VALUE_DIM, VALUE_DIM_PADDED)
         else:
             before = fold(before, summed(part))
         part = nothing(ROWS, VALUE_DIM_PADDED)

@@ -215,7 +215,7 @@ def _prefill_kernel(
         BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, True,
     )  # fmt: skip
     if SHARED:
-        leave(parts, part_of(stop - 1), part, live, VALUE_DIM, VALUE_DIM_PADDED)
+        leave(parts, part_of(stop - 1), summed(part), live, VALUE_DIM, VALUE_DIM_PADDED)
     else:
         result = output_of(fold(before, summed(part)), sinks, heads, live, SINKS)
         row_out = out + ((packed * HEADS + heads) * VALUE_DIM)[:, None] + value_dim[None, :]
@@ -249,7 +249,7 @@ def _join_kernel(
     first, end = _seen(lowest, count, sequence, BLOCK, WINDOW)
     parts = tl.where(end > first, part_of(end - 1) - part_of(first) + 1, 0)  # padding has none and gets zeros
     join(
-        out, (part_out, part_top, part_total), sinks, first_token + query, tl.program_id(2), parts, part_stride,
+        out, (part_out, part_top, part_total), sinks, first_token + query, tl.program_id(2), 0, parts, part_stride,
         KV_HEADS, GROUP, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
     )  # fmt: skip
 
