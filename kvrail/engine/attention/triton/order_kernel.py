@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.triton.order import FIRST, PARTS
+from kvrail.engine.attention.triton.pair_kernel import add_pairs, halves_of, pair_scores, rest_of, whole
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIRST_OCTAVE = tl.constexpr(FIRST + PARTS)
@@ -59,38 +60,6 @@ def apart(x, SEVERED: tl.constexpr):
     return x
 
 
-@triton.constexpr_function
-def _widening(shift: int, mask: int, times: int) -> str:
-    """PTX that makes four values of eight bits bfloat16.
-
-    Sign, exponent and mantissa go to their places; a product moves the exponent, exactly. shift, mask: of exponent and
-    mantissa, from the upper byte of sixteen bits; times: the factor.
-    """
-    two = f"shr.u32 b, a, {shift}; and.b32 b, b, {mask * 0x10001}; lop3.b32 a, a, c, b, 0xea;"
-    registers = f".reg .b32 a, b, c, d; mov.b32 c, 0x80008000; mov.b32 d, {times * 0x10001};"
-    lower, upper = (
-        f"prmt.b32 a, $2, 0, {bytes_}; {two} fma.rn.bf16x2 ${out}, a, d, c;"
-        for out, bytes_ in enumerate(("0x1404", "0x3424"))
-    )
-    return f"{{ {registers} {lower} {upper} }}"
-
-
-@triton.jit
-def widened(x, dtype: tl.constexpr, SEVERED: tl.constexpr):
-    """`x` in the type that products are computed in; if SEVERED, `apart`.
-
-    Eight bits become bfloat16 by operations on words: instructions that convert one value take longer than its byte
-    takes from memory. What no page holds, infinities and NaN, becomes finite.
-    """
-    if SEVERED and dtype == tl.bfloat16:
-        E4: tl.constexpr = x.dtype == tl.float8e4nv
-        return tl.inline_asm_elementwise(
-            _widening(4, 0x7F0, 0x7B80) if E4 else _widening(3, 0xFE0, 0x7780), "=r,=r,r", [x],
-            dtype=tl.bfloat16, is_pure=False, pack=4,
-        )  # fmt: skip
-    return apart(x.to(dtype), SEVERED)
-
-
 @triton.jit
 def nothing(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
     """An empty part: (weighted values, highest score, sums of weights) of each row, the sums in SUMS columns."""
@@ -98,6 +67,26 @@ def nothing(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS, SUMS], tl.float32)
     return acc, top, total
+
+
+@triton.jit
+def begun(
+    q, keys, scale, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, PAIRED: tl.constexpr
+):
+    """What loops over blocks begin with: (queries, scale, an empty part); PAIRED: see `pair_kernel`, for bfloat16."""
+    if PAIRED and q.dtype == tl.bfloat16 and q.shape[1] > 16 and (KEY_DIM | VALUE_DIM) % 2 == 0:
+        acc, top, total = nothing(q.shape[0], VALUE_PADDED // 2)
+        return halves_of(q), scale * rest_of(keys.dtype.element_ty), ((acc, acc), top, total)
+    else:
+        return q, scale, nothing(q.shape[0], VALUE_PADDED)
+
+
+@triton.jit
+def emptied(part):
+    """An empty part in the place of `part`."""
+    acc, top, total = part
+    acc = (tl.zeros_like(acc[0]), tl.zeros_like(acc[1])) if isinstance(acc, tl.tuple) else tl.zeros_like(acc)
+    return acc, tl.full(top.shape, LOWEST, tl.float32), tl.zeros_like(total)
 
 
 @triton.jit
@@ -143,15 +132,16 @@ def scores_of(
     have one token; end: number of tokens. MASKED: some query does not see some token of the block.
     """
     token = block + tl.arange(0, BLOCK)
-    key_dim = tl.arange(0, KEY_DIM_PADDED)
-    key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
-    if KEY_DIM < KEY_DIM_PADDED:  # noqa: SIM108 a branch on constants costs nothing
-        k = tl.load(key, mask=(key_dim < KEY_DIM)[:, None], other=0.0)
+    if isinstance(q, tl.tuple):
+        scores = pair_scores(q, keys, base, rows, KEY_DIM)
     else:
-        k = tl.load(key)  # also a page's rows behind `end`, whose scores are masked
-    scores = tl.dot(q, widened(k, q.dtype, SEVERED), input_precision="ieee")
+        key_dim = tl.arange(0, KEY_DIM_PADDED)
+        key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
+        # A page's rows behind `end` are read, too; their scores are masked.
+        k = tl.load(key, mask=(key_dim < KEY_DIM)[:, None], other=0.0) if KEY_DIM < KEY_DIM_PADDED else tl.load(key)
+        scores = tl.dot(q, apart(k.to(q.dtype), SEVERED), input_precision="ieee")
     if SCALED:
-        scores *= tl.load(key_scales + base + rows, mask=token < end, other=0.0)[None, :]
+        scores *= tl.load(key_scales + base + rows)[None, :]
     return seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
 
 
@@ -204,18 +194,23 @@ def add_block(
     token = block + tl.arange(0, BLOCK)
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
     mask = (value_dim < VALUE_DIM)[None, :]
-    FINITE: tl.constexpr = SEVERED and dtype == tl.bfloat16  # see `widened`: times a scale of 0 it is nothing
-    if MASKED and not FINITE:
+    if MASKED:
         mask &= (token < end)[:, None]
     weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
     if SCALED:
-        weights *= tl.load(value_scales + base + rows, mask=token < end, other=0.0)[None, :]
-    value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
-    if (MASKED and not FINITE) or VALUE_DIM < VALUE_DIM_PADDED:
-        v = tl.load(value, mask=mask, other=0.0)
+        value_scale = tl.load(value_scales + base + rows)
+        if MASKED:
+            value_scale = tl.where(token < end, value_scale, 0.0)
+        if isinstance(acc, tl.tuple):
+            value_scale *= rest_of(values.dtype.element_ty)
+        weights *= value_scale[None, :]
+    weights = weights.to(dtype)
+    if isinstance(acc, tl.tuple):
+        acc = add_pairs(weights, values, base, rows, acc, shrink, VALUE_DIM)
     else:
-        v = tl.load(value)
-    acc = tl.dot(weights.to(dtype), widened(v, dtype, SEVERED), acc * shrink[:, None], input_precision="ieee")
+        value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
+        v = tl.load(value, mask=mask, other=0.0) if MASKED or VALUE_DIM < VALUE_DIM_PADDED else tl.load(value)
+        acc = tl.dot(weights, apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total
 
 
@@ -260,7 +255,7 @@ def fold(before, part):
 def summed(part):
     """A part with sums of weights [rows]: all columns of ones give the same."""
     acc, top, total = part
-    return acc, top, tl.max(total, axis=1)
+    return whole(acc), top, tl.max(total, axis=1)
 
 
 @triton.jit
@@ -294,7 +289,7 @@ def leave(parts, number, part, live, VALUE_DIM: tl.constexpr, VALUE_DIM_PADDED: 
     at = place + number
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
     where = at[:, None] * VALUE_DIM + value_dim[None, :]
-    tl.store(part_out + where, acc, live[:, None] & (value_dim < VALUE_DIM)[None, :])
+    tl.store(part_out + where, whole(acc), live[:, None] & (value_dim < VALUE_DIM)[None, :])
     tl.store(part_top + at, top, live)
     tl.store(part_total + at, tl.max(total, axis=1), live)
 
@@ -308,7 +303,6 @@ def end_block(
     live,
     before,
     part,
-    ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -322,7 +316,7 @@ def end_block(
             before = fold(before, summed(part))
         else:
             leave(parts, part_of(block), part, live, VALUE_DIM, VALUE_DIM_PADDED)
-        part = nothing(ROWS, VALUE_DIM_PADDED)
+        part = emptied(part)
     return before, part
 
 
