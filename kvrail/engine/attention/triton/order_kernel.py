@@ -147,15 +147,7 @@ def scores_of(
 
 @triton.jit
 def seen_scores(
-    scores,
-    token,
-    position,
-    end,
-    scale,
-    softcap,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    scores, token, position, end, scale, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
 ):
     """Products of queries and keys with softcap, and minus infinity where a query does not see a token."""
     if SOFTCAP:
@@ -196,29 +188,29 @@ def add_block(
     mask = (value_dim < VALUE_DIM)[None, :]
     if MASKED:
         mask &= (token < end)[:, None]
-    weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
+    by = None
     if SCALED:
-        value_scale = tl.load(value_scales + base + rows)
+        by = tl.load(value_scales + base + rows)
         if MASKED:
-            value_scale = tl.where(token < end, value_scale, 0.0)
+            by = tl.where(token < end, by, 0.0)
         if isinstance(acc, tl.tuple):
-            value_scale *= rest_of(values.dtype.element_ty)
-        weights *= value_scale[None, :]
-    weights = weights.to(dtype)
+            by *= rest_of(values.dtype.element_ty)
+    factor = softcap if SOFTCAP else scale
+    weights, shrink, higher, total = weights_of(scores, top, total, factor, dtype, BLOCK, by=by)
     if isinstance(acc, tl.tuple):
         acc = add_pairs(weights, values, base, rows, acc, shrink, VALUE_DIM)
     else:
         value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
         v = tl.load(value, mask=mask, other=0.0) if MASKED or VALUE_DIM < VALUE_DIM_PADDED else tl.load(value)
-        acc = tl.dot(weights, apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(dtype), apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total
 
 
 @triton.jit
-def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constexpr, TIMES: tl.constexpr = 1.0):
+def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constexpr, TIMES: tl.constexpr = 1.0, by=None):
     """A block's weights: (TIMES weights, what the sums before shrink by, the highest score, sums of weights).
 
-    TIMES: a power of two.
+    TIMES: a power of two; by: [BLOCK], what weights are multiplied by where values have scales.
     """
     factor = scale * _LOG2E
     higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
@@ -228,10 +220,13 @@ def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constex
     if TIMES != 1.0:
         weights *= TIMES
     shrink = tl.exp2(top - higher)
+    scaled = weights
+    if by is not None:  # before the product below, so that threads exchange both kinds of weights at once
+        scaled = (weights * by[None, :]).to(dtype)
     # In one step, Triton would round the constant to six decimals.
     ones = tl.full([BLOCK, SUMS], 1.0 / TIMES, tl.float32).to(dtype)
     total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
-    return weights, shrink, higher, total
+    return scaled, shrink, higher, total
 
 
 @triton.jit
