@@ -78,7 +78,7 @@ def compiling() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def emulated(edit: Edit = lambda ptx: ptx, rounds: bool = False, **options: int) -> Iterator[None]:
+def emulated(edit: Edit = lambda ptx: ptx, rounds: int = 0, **options: int) -> Iterator[None]:
     """Launches are compiled and run here, block after block.
 
     edit: changes what was compiled; rounds: see Program; options: of launches. A launch raises Fault where a block

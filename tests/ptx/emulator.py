@@ -27,8 +27,8 @@ ACCESSED = {"param", "global", "shared", "shared::cta", "v2", "v4"}
 class Program:
     """A kernel. widths: bits of registers, by their names or by these without the number; shared: bytes.
 
-    rounds: sums of products are rounded to float32 once an instruction. A GPU's bits are others, but they too depend on
-    nothing than the instruction's operands.
+    rounds: bits that sums of products are rounded to, once an instruction; 0: none are. A GPU's bits are others, but
+    they too depend on an instruction's operands alone; few bits show where two kernels' sums have another order.
     """
 
     params: tuple[str, ...]
@@ -37,7 +37,7 @@ class Program:
     labels: dict[str, int]
     widths: dict[str, int]
     shared: int
-    rounds: bool = False
+    rounds: int = 0
 
     @classmethod
     @functools.lru_cache
@@ -337,7 +337,10 @@ def _multiply(block: Block, it: Instruction, active: Mask) -> None:
     product = left @ right
     for number, name in enumerate(into):
         sums = product[warp, g + number // 2 * 8, t + number % 2] + found[2][:, number].view(np.float32)
-        if not block.program.rounds and (sums != sums.astype(np.float32)).any():
+        if kept := block.program.rounds:
+            mantissa, exponent = np.frexp(sums)
+            sums = np.ldexp(np.rint(np.ldexp(mantissa, kept)), exponent - kept)
+        if (sums != sums.astype(np.float32)).any():
             raise Fault(f"a sum is rounded: {it.text}")
         block.put(name, sums.astype(np.float32).view(np.uint32).astype(np.uint64), active)
 

@@ -16,6 +16,8 @@ from tests.engine.attention_cases import expected, make_case, relative_error
 from tests.ptx.compiled import compiling, emulated, in_a_child
 
 HEADS, KV_HEADS, TOKENS = 8, 2, 64
+ROUNDS = 11
+"""Bits of sums where kernels are run: three more than outputs have, so that another order shows in these."""
 
 
 def compile_all(form: str, dims: tuple[int, int]) -> None:
@@ -73,14 +75,16 @@ def attend_scaled(dtype: str, lengths: list[int], processors: int, shape: dict[s
     by_decode, by_prefill = (torch.full_like(wanted, float("nan"), dtype=torch.bfloat16) for _ in range(2))
     counters = torch.zeros(len(lengths) * case.key.shape[1], dtype=torch.int32)
     attended = (case.page_tables, case.kv_lens, counters, by_decode, case.options, processors)
-    with emulated(with_one_value, rounds=True):
+    with emulated(with_one_value, rounds=ROUNDS):
         decode_attention(case.query, case.key, case.value, case.pages, *attended)
-    assert relative_error(by_decode, wanted) < 3e-3 and not counters.any()
+    assert relative_error(by_decode, wanted) < 1e-2 and not counters.any()
     blocks = torch.tensor([[row, 1, lengths[row] - 1, row] for row in queries], dtype=torch.int32)
-    read, tuning = (case.pages, case.page_tables, blocks), PrefillTuning(16, 2, 2)  # two warps: see test_closing
-    with emulated(rounds=True):
-        prefill_attention(case.query, *read, by_prefill, case.options, 1, tuning)
-    assert torch.equal(by_decode.view(torch.int16), by_prefill.view(torch.int16))
+    read = (case.pages, case.page_tables, blocks)
+    for tuning in (PrefillTuning(16, 2, 2), PrefillTuning(16, 2, 2, heads=2, splits=2)):  # two warps: see test_closing
+        with emulated(rounds=ROUNDS):
+            prefill_attention(case.query, *read, by_prefill, case.options, 1, tuning)
+        assert torch.equal(by_decode.view(torch.int16), by_prefill.view(torch.int16))
+        by_prefill.fill_(float("nan"))
 
 
 def with_one_value(ptx: str) -> str:
