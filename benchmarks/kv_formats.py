@@ -40,7 +40,7 @@ _PLAIN_BYTES = 800 << 20
 """Of bfloat16 pages that the launches of a graph go over, at least."""
 _REPLAYS = 15
 SWEEP = ",".join(f"{stages}:{registers}" for stages in (3, 4, 5, 7) for registers in (0, 168, 128))
-"""Pipeline stages and registers of a thread; 0: the compiler decides. Each pair takes a second or two a load."""
+"""See tuning_of. Each takes a second or two a load."""
 
 
 class Load:
@@ -240,18 +240,24 @@ def expected(form: str, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch
     return one[0].cuda().expand_as(keys), one[1].cuda().expand_as(values)
 
 
+def tuning_of(stages: int, registers: int, warps: int = 4, programs: int = 4) -> DecodeTuning:
+    """Launch parameters; 0 registers: the compiler decides."""
+    return DecodeTuning(warps, stages, programs, registers or None)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--escapes", default="0,1e-4,1e-3")
     parser.add_argument("--loads", default=LOADS, help="empty: only closing and opening")
-    parser.add_argument("--sweep", nargs="?", const=SWEEP, default="", help="stages:registers, comma-separated")
+    parser.add_argument(
+        "--sweep", nargs="?", const=SWEEP, default="", help="stages:registers[:warps[:programs]], comma-separated"
+    )
     parser.add_argument("--no-rates", action="store_true", help="only attention")
     parser.add_argument("--open", action="store_true", help="no page is closed yet")
     arguments = parser.parse_args()
-    pairs = [map(int, pair.split(":")) for pair in arguments.sweep.split(",") if pair]
-    sweep = [DecodeTuning(stages=stages, registers=registers or None) for stages, registers in pairs]
+    sweep = [tuning_of(*map(int, each.split(":"))) for each in arguments.sweep.split(",") if each]
     same, forms = True, arguments.forms.split(",")
     bits = ", ".join(f"{form} {bits_of(form):.2f}" for form in forms)
     print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}; bits a value: {bits}\n", flush=True)

@@ -93,6 +93,20 @@ def blocks_of(case: Case, padding: int = 0) -> torch.Tensor:
     return case.blocks(queries_for(shape, len(case.query) + padding), padding)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float8_e5m2", "float8_e4m3fn"])
+def test_subnormal_elements_of_eight_bits(kv_dtype: str) -> None:
+    """They are the only ones that are subnormal as operands, too: tensor cores must not take them for zeros."""
+    case = case_of([(1, 300), (1, 65)], {"kv_dtype": kv_dtype}, torch.bfloat16)
+    for pool, scales in case.pages.pairs:
+        codes = pool.view(torch.uint8)
+        codes &= 0x83 if kv_dtype == "float8_e5m2" else 0x87
+        scales.fill_(1.0)
+    for new in (case.key, case.value):
+        new.zero_()
+    case.query *= 2.0**14 if kv_dtype == "float8_e5m2" else 2.0**7
+    assert relative_error(decode(case, 132), expected(case)) < TOLERANCE[torch.bfloat16]
+
+
 MIXES = {
     "decodes": [(1, n) for n in SIZES],
     "whole prompts": [(n, n) for n in (63, 64, 65, 500, 2)],

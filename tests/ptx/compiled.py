@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,11 @@ def compiling() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def emulated(edit: Edit = lambda ptx: ptx, **options: int) -> Iterator[None]:
-    """Launches are compiled and run here, block after block; edit: changes what was compiled; options: of launches.
+def emulated(edit: Edit = lambda ptx: ptx, rounds: int = 0, **options: int) -> Iterator[None]:
+    """Launches are compiled and run here, block after block.
 
-    A launch raises Fault where a block does. In a process without Triton's interpreter.
+    edit: changes what was compiled; rounds: see Program; options: of launches. A launch raises Fault where a block
+    does. In a process without Triton's interpreter.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -91,9 +93,9 @@ def emulated(edit: Edit = lambda ptx: ptx, **options: int) -> Iterator[None]:
         kernel = compile_only(self, *args, grid=grid, warmup=True, **kwargs | options)
         bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
         given = [bound[name] for name, kind in kernel.src.signature.items() if kind != "constexpr"]
-        program = Program.parse(edit(kernel.asm["ptx"]), kernel.metadata.shared)
+        program = replace(Program.parse(edit(kernel.asm["ptx"]), kernel.metadata.shared), rounds=rounds)
         regions = list({region.start: region for region in map(region_of, given) if region}.values())
-        numbers = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in given]
+        numbers = [_number(each) for each in given]
         sizes = (*(grid(bound) if callable(grid) else grid), 1, 1)[:3]
         for place in itertools.product(*map(range, sizes)):
             run(program, numbers, regions, place, sizes)
@@ -104,6 +106,13 @@ def emulated(edit: Edit = lambda ptx: ptx, **options: int) -> Iterator[None]:
         yield
     finally:
         JITFunction.run = compile_only
+
+
+def _number(argument: Any) -> int:
+    """What a kernel takes: a tensor's address, the bits of a float, or the number itself."""
+    if isinstance(argument, float):
+        return int(np.float32(argument).view(np.uint32))
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def region_of(argument: object) -> Region | None:

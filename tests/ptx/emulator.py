@@ -8,7 +8,7 @@ forward wait where it leads to.
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,7 +25,11 @@ ACCESSED = {"param", "global", "shared", "shared::cta", "v2", "v4"}
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel. widths: bits of registers, by their names or by these without the number; shared: bytes."""
+    """A kernel. widths: bits of registers, by their names or by these without the number; shared: bytes.
+
+    rounds: bits that sums of products are rounded to, once an instruction; 0: none are. A GPU's bits are others, but
+    they too depend on an instruction's operands alone; few bits show where two kernels' sums have another order.
+    """
 
     params: tuple[str, ...]
     threads: int
@@ -33,6 +37,7 @@ class Program:
     labels: dict[str, int]
     widths: dict[str, int]
     shared: int
+    rounds: int = 0
 
     @classmethod
     @functools.lru_cache
@@ -223,9 +228,32 @@ def _store(block: Block, it: Instruction, active: Mask) -> None:
         region.access("write", at[:, None] + np.arange(data.shape[1]), block.warps[active], it, data)
 
 
+def _copy(block: Block, it: Instruction, active: Mask) -> None:
+    """From global to shared memory, at once: nothing shows that a copy is not waited for.
+
+    Bytes that an operand leaves out are zeros.
+    """
+    if it.flags[1:] in (("commit_group",), ("wait_group",)):
+        return
+    size = int(it.operands[2], 0)
+    given = block.value(it.operands[3])[active] if len(it.operands) > 3 else np.full(active.sum(), size, np.uint64)
+    if it.flags[0] != "async" or it.flags[2:] != ("shared", "global") or not set(given) <= {0, size}:
+        raise it.unknown()
+    data, there = np.zeros((len(given), size), np.uint8), given != 0
+    reading = active.copy()
+    reading[active] = there
+    if there.any():
+        source, at = block.locate(replace(it, flags=("global",)), it.operands[1], size, reading)
+        data[there] = source.access("read", at[:, None] + np.arange(size), block.warps[reading], it)
+    if active.any():
+        target, at = block.locate(it, it.operands[0], size, active)
+        target.access("write", at[:, None] + np.arange(size), block.warps[active], it, data)
+
+
 def _atomic(block: Block, it: Instruction, active: Mask) -> None:
     """One thread after another. `red` is one whose former value nobody wants."""
-    if "or" not in it.flags or "relaxed" not in it.flags:
+    combine = {"or": np.bitwise_or, "add": np.add}.get(it.flags[-1])
+    if combine is None or {"relaxed", "acq_rel"}.isdisjoint(it.flags):
         raise it.unknown()
     if not active.any():
         return
@@ -235,7 +263,7 @@ def _atomic(block: Block, it: Instruction, active: Mask) -> None:
     for thread, offset in zip(np.flatnonzero(active), at, strict=True):
         places, warp = offset + np.arange(it.bits // 8)[None], block.warps[thread : thread + 1]
         old = region.data[places].view(kind)
-        region.access("atomic", places, warp, it, (old | given[thread]).view(np.uint8))
+        region.access("atomic", places, warp, it, combine(old, given[thread]).view(np.uint8))
         before[thread] = old[0, 0]
     if it.name == "atom":
         block.put(it.operands[0], before, active)
@@ -286,7 +314,10 @@ def _reduce(block: Block, it: Instruction, active: Mask) -> None:
 
 
 def _multiply(block: Block, it: Instruction, active: Mask) -> None:
-    """A product of matrices, plus one. A GPU's order of sums is its own: Fault where float32 does not hold all."""
+    """A product of matrices, plus one. A GPU's order of sums is its own: Fault where float32 does not hold all.
+
+    See Program.rounds.
+    """
     if it.flags[:4] != ("sync", "aligned", "m16n8k16", "row") or not active.all():
         raise it.unknown()
     (into, *given), kind = map(_parts, it.operands), it.flags[-1]
@@ -306,6 +337,9 @@ def _multiply(block: Block, it: Instruction, active: Mask) -> None:
     product = left @ right
     for number, name in enumerate(into):
         sums = product[warp, g + number // 2 * 8, t + number % 2] + found[2][:, number].view(np.float32)
+        if kept := block.program.rounds:
+            mantissa, exponent = np.frexp(sums)
+            sums = np.ldexp(np.rint(np.ldexp(mantissa, kept)), exponent - kept)
         if (sums != sums.astype(np.float32)).any():
             raise Fault(f"a sum is rounded: {it.text}")
         block.put(name, sums.astype(np.float32).view(np.uint32).astype(np.uint64), active)
@@ -331,6 +365,7 @@ EFFECTS: dict[str, Callable[[Block, Instruction, Mask], None]] = {
     "bar": _barrier,
     "ld": _load,
     "st": _store,
+    "cp": _copy,
     "atom": _atomic,
     "red": _atomic,
     "ldmatrix": _matrices,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Values = npt.NDArray[np.uint64]
 Compute = Callable[..., npt.NDArray[Any]]
@@ -118,21 +119,25 @@ def compute(it: Instruction, inputs: list[Values]) -> Values:
 ARITHMETIC = {"add": np.add, "sub": np.subtract, "div": np.divide, "mul": np.multiply}
 
 
-@computes("add sub div", "rn")
+@computes("add sub div", "rn full")
 def _arithmetic(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
-    if it.kind not in ("f32", "bf16") and (it.name == "div" or it.flags):
+    if it.kind not in ("f32", "bf16") and it.flags:
         raise it.unknown()
+    if it.kind == "s32" and it.name == "div":
+        return np.trunc(numbers(it, a) / numbers(it, b)).astype(np.int64).view(np.uint64)
     return bits_of(it, ARITHMETIC[it.name](numbers(it, a), numbers(it, b)))
 
 
 @computes("mul mad fma", "rn lo wide hi")
 def _multiply(it: Instruction, a: Values, b: Values, c: Values | None = None) -> npt.NDArray[Any]:
-    named = {"f32": ("mul",), "bf16": ("mul", "fma")}.get(it.kind, ("mul", "mad"))
+    named = {"f32": ("mul", "fma"), "bf16": ("mul", "fma")}.get(it.kind, ("mul", "mad"))
     if it.name not in named or ("hi" in it.flags and it.bits > 32):
         raise it.unknown()
     product: npt.NDArray[Any] = numbers(it, a) * numbers(it, b)
     if it.kind == "bf16":
         return bits_of(it, product if c is None else product + numbers(it, c))
+    if it.kind == "f32" and c is not None:
+        return bits_of(it, numbers(it, a).astype(np.float64) * numbers(it, b) + numbers(it, c))
     if it.kind == "f32":
         return bits_of(it, product)
     if "hi" in it.flags:
@@ -140,9 +145,19 @@ def _multiply(it: Instruction, a: Values, b: Values, c: Values | None = None) ->
     return product.astype(np.uint64) + (0 if c is None else c)
 
 
-@computes("min max", "relu")
+@computes("ex2", "approx ftz")
+def _power(it: Instruction, a: Values) -> npt.NDArray[Any]:
+    return bits_of(it, np.exp2(numbers(it, a).astype(np.float64)))
+
+
+@computes("min max", "relu xorsign abs")
 def _extreme(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
-    """Of a number and NaN the number, of both zeros the one that its sign says. relu: 0 at least."""
+    """Of a number and NaN the number, of both zeros the one that its sign says. relu: 0 at least.
+
+    xorsign.abs: of magnitudes, with the product's sign.
+    """
+    if (it.name, *it.flags) == ("min", "xorsign", "abs"):
+        return np.minimum(a & np.uint64(2**31 - 1), b & np.uint64(2**31 - 1)) | ((a ^ b) & np.uint64(2**31))
     if it.kind == "bf16" or (it.flags and it.kind != "s32"):
         raise it.unknown()
     if it.flags:
@@ -241,12 +256,23 @@ def _select(it: Instruction, a: Values, b: Values, which: Values) -> npt.NDArray
     return np.where(which, a, b)
 
 
-@computes("cvt", "s8 u8 s16 u16 s32 u32 s64 u64 rn rzi f16 f32 bf16x2")
+NARROW = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+
+
+@computes("cvt", "s8 u8 s16 u16 s32 u32 s64 u64 rn rzi satfinite f16 f32 bf16 bf16x2 e4m3x2 e5m2x2")
 def _convert(it: Instruction, a: Values, b: Values | None = None) -> npt.NDArray[Any]:
-    """Two float32 become two bfloat16, the first one the upper half."""
+    """Two float32 become two numbers of 16 or 8 bits, the first one the upper half."""
     *rounding, into = it.flags
+    if rounding == ["rn", "satfinite"] and into in NARROW and b is not None:
+        most = torch.finfo(NARROW[into]).max
+        upper, lower = (torch.from_numpy(numbers(it, each)).clamp(-most, most).to(NARROW[into]) for each in (a, b))
+        return upper.view(torch.uint8).numpy().astype(np.uint64) << np.uint64(8) | lower.view(torch.uint8).numpy()
+    half = Instruction("", False, "", (), "bf16", (), it.text)
+    if (rounding, into, it.kind) == (["rn"], "bf16", "f32"):
+        return bits_of(half, numbers(it, a).astype(np.float64))
+    if (rounding, into, it.kind) == ([], "f32", "bf16"):
+        return a << np.uint64(16)
     if (rounding, into, it.kind) == (["rn"], "bf16x2", "f32") and b is not None:
-        half = Instruction("", False, "", (), "bf16", (), it.text)
         upper, lower = (bits_of(half, numbers(it, each).astype(np.float64)) for each in (a, b))
         return upper << np.uint64(16) | lower
     if (rounding, into, it.kind) == (["rzi"], "s32", "f32"):

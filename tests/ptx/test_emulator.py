@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrail.engine.attention.triton.order_kernel import widened
+from kvrail.engine.attention.triton.pair_kernel import widened
 from tests.ptx.compiled import emulated, in_a_child
 from tests.ptx.instructions import Fault
 from tests.ptx.memory import Race
@@ -66,11 +66,13 @@ def bytes_kernel(first, second, out):
 
 @triton.jit
 def widen_kernel(given, out):
-    """int8 [256], each once, as two types of eight bits; made bfloat16 [2, 256]."""
+    """int16 [256], pairs of two types of eight bits; their even and their odd ones in bfloat16, [2, 2, 256]."""
     at = tl.arange(0, 256)
-    values = tl.load(given + at)
-    tl.store(out + at, widened(values.to(tl.float8e4nv, bitcast=True), tl.bfloat16, True))
-    tl.store(out + 256 + at, widened(values.to(tl.float8e5, bitcast=True), tl.bfloat16, True))
+    pairs = tl.load(given + at)
+    tl.store(out + at, widened(pairs, tl.float8e4nv, False))
+    tl.store(out + 256 + at, widened(pairs, tl.float8e4nv, True))
+    tl.store(out + 512 + at, widened(pairs, tl.float8e5, False))
+    tl.store(out + 768 + at, widened(pairs, tl.float8e5, True))
 
 
 @triton.jit
@@ -123,10 +125,11 @@ def compute() -> None:
 
 
 def widen() -> None:
-    every, out = torch.arange(256, dtype=torch.uint8), torch.zeros(2, 256, dtype=torch.bfloat16)
-    widen_kernel[(1,)](every.view(torch.int8), out)
-    for found, dtype in zip(out, (torch.float8_e4m3fn, torch.float8_e5m2), strict=True):
-        wanted = every.view(dtype).to(torch.bfloat16)
+    every, out = torch.arange(256, dtype=torch.uint8), torch.zeros(2, 2, 256, dtype=torch.bfloat16)
+    pairs = torch.stack([every, every.flip(0)], 1)
+    widen_kernel[(1,)](pairs.view(torch.int16)[:, 0], out)
+    for found, dtype, bias in zip(out, (torch.float8_e4m3fn, torch.float8_e5m2), (120, 112), strict=True):
+        wanted = (pairs.T.contiguous().view(dtype).double() * 2.0**-bias).bfloat16()
         kept = wanted.isfinite()
         assert torch.equal(found.view(torch.int16)[kept], wanted.view(torch.int16)[kept]) and found.isfinite().all()
 

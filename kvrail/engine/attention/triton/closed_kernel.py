@@ -160,7 +160,6 @@ def add_closed_blocks(
     before,
     part,
     KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -188,7 +187,5 @@ def add_closed_blocks(
             scores, pair, values, spare, unit_bytes, part, scale, softcap, q.dtype,
             VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
         )  # fmt: skip
-        before, part = end_block(
-            parts, block, end, folds, live, before, part, ROWS, VALUE_DIM, VALUE_DIM, BLOCK
-        )  # fmt: skip
+        before, part = end_block(parts, block, end, folds, live, before, part, VALUE_DIM, VALUE_DIM, BLOCK)
     return before, part

@@ -25,7 +25,6 @@ def add_open_blocks(
     before,
     part,
     KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_DIM_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -50,10 +49,9 @@ def add_open_blocks(
             KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, True,
         )  # fmt: skip
         part = add_block(
-            scores, values, value_scales, base, rows, part, block, kv_len, scale, softcap, q.dtype,
+            scores, values, value_scales, base, rows, part, block, kv_len, scale, softcap,
+            (q[0] if isinstance(q, tl.tuple) else q).dtype,
             VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, True,
         )  # fmt: skip
-        before, part = end_block(
-            parts, block, end, folds, live, before, part, ROWS, VALUE_DIM, VALUE_DIM_PADDED, BLOCK
-        )  # fmt: skip
+        before, part = end_block(parts, block, end, folds, live, before, part, VALUE_DIM, VALUE_DIM_PADDED, BLOCK)
     return before, part

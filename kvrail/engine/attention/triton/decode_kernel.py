@@ -28,11 +28,11 @@ from kvrail.engine.attention.triton.order import (
     severed,
 )
 from kvrail.engine.attention.triton.order_kernel import (
+    begun,
     fold,
     join,
     leave,
     none_before,
-    nothing,
     output_of,
     part_of,
     share_of,
@@ -233,13 +233,14 @@ def _decode_kernel(
     position = tl.full([1], kv_len - 1, tl.int32)
     pools, closed_pool = (keys, values, key_scales, value_scales), (closed_pages, spare, unit_bytes)
     parts = (part_out, part_top, part_total, (row * KV_HEADS * GROUP + head) * part_stride - part_of(first))
-    before, part = none_before(GROUP_PADDED, VALUE_DIM_PADDED), nothing(GROUP_PADDED, VALUE_DIM_PADDED)
+    before = none_before(GROUP_PADDED, VALUE_DIM_PADDED)
+    q, scale, part = begun(q, keys, scale, KEY_DIM, VALUE_DIM, VALUE_DIM_PADDED, SEVERED)
     closed = begin
     if LEAD > 0:
         closed = tl.maximum(begin, tl.minimum(LEAD, end))
         before, part = add_open_blocks(
             q, pools, table, kv_head, begin, closed, end, position, kv_len, scale, softcap, parts, folds, live, before,
-            part, KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK,
+            part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK,
             WINDOW, SOFTCAP, LIMIT > 0, SEVERED, open_stages_of(CODE_BITS),
         )  # fmt: skip
     opened = closed
@@ -247,12 +248,12 @@ def _decode_kernel(
         opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + row), end))
         before, part = add_closed_blocks(
             q, closed_pool, table, kv_head, closed, opened, end, position, kv_len, scale, softcap, parts, folds, live,
-            before, part, KV_HEADS, GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE,
+            before, part, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE,
             BOTH_TILES, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
     before, part = add_open_blocks(
         q, pools, table, kv_head, opened, end, end, position, kv_len, scale, softcap, parts, folds, live, before, part,
-        KV_HEADS, GROUP_PADDED, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
+        KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
         LIMIT > 0, SEVERED, open_stages_of(CODE_BITS) if BOTH_TILES else None,
     )  # fmt: skip
 

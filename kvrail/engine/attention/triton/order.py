@@ -70,7 +70,7 @@ def parts_of(tokens: int) -> int:
 
 
 def severed(shape: HeadShape) -> bool:
-    """Whether keys and values in registers pass an opaque operation after loading: see `apart`."""
+    """Whether keys and values are widened to 16 bits once they are loaded: see `pair_kernel` and `apart`."""
     return shape.compute_bytes == 2 > shape.page_bytes
 
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.triton.order import FIRST, PARTS
+from kvrail.engine.attention.triton.pair_kernel import add_pairs, halves_of, pair_scores, rest_of, whole
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIRST_OCTAVE = tl.constexpr(FIRST + PARTS)
@@ -59,38 +60,6 @@ def apart(x, SEVERED: tl.constexpr):
     return x
 
 
-@triton.constexpr_function
-def _widening(shift: int, mask: int, times: int) -> str:
-    """PTX that makes four values of eight bits bfloat16.
-
-    Sign, exponent and mantissa go to their places; a product moves the exponent, exactly. shift, mask: of exponent and
-    mantissa, from the upper byte of sixteen bits; times: the factor.
-    """
-    two = f"shr.u32 b, a, {shift}; and.b32 b, b, {mask * 0x10001}; lop3.b32 a, a, c, b, 0xea;"
-    registers = f".reg .b32 a, b, c, d; mov.b32 c, 0x80008000; mov.b32 d, {times * 0x10001};"
-    lower, upper = (
-        f"prmt.b32 a, $2, 0, {bytes_}; {two} fma.rn.bf16x2 ${out}, a, d, c;"
-        for out, bytes_ in enumerate(("0x1404", "0x3424"))
-    )
-    return f"{{ {registers} {lower} {upper} }}"
-
-
-@triton.jit
-def widened(x, dtype: tl.constexpr, SEVERED: tl.constexpr):
-    """`x` in the type that products are computed in; if SEVERED, `apart`.
-
-    Eight bits become bfloat16 by operations on words: instructions that convert one value take longer than its byte
-    takes from memory. What no page holds, infinities and NaN, becomes finite.
-    """
-    if SEVERED and dtype == tl.bfloat16:
-        E4: tl.constexpr = x.dtype == tl.float8e4nv
-        return tl.inline_asm_elementwise(
-            _widening(4, 0x7F0, 0x7B80) if E4 else _widening(3, 0xFE0, 0x7780), "=r,=r,r", [x],
-            dtype=tl.bfloat16, is_pure=False, pack=4,
-        )  # fmt: skip
-    return apart(x.to(dtype), SEVERED)
-
-
 @triton.jit
 def nothing(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
     """An empty part: (weighted values, highest score, sums of weights) of each row, the sums in SUMS columns."""
@@ -98,6 +67,26 @@ def nothing(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS, SUMS], tl.float32)
     return acc, top, total
+
+
+@triton.jit
+def begun(
+    q, keys, scale, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, PAIRED: tl.constexpr
+):
+    """What loops over blocks begin with: (queries, scale, an empty part); PAIRED: see `pair_kernel`, for bfloat16."""
+    if PAIRED and q.dtype == tl.bfloat16 and q.shape[1] > 16 and (KEY_DIM | VALUE_DIM) % 2 == 0:
+        acc, top, total = nothing(q.shape[0], VALUE_PADDED // 2)
+        return halves_of(q), scale * rest_of(keys.dtype.element_ty), ((acc, acc), top, total)
+    else:
+        return q, scale, nothing(q.shape[0], VALUE_PADDED)
+
+
+@triton.jit
+def emptied(part):
+    """An empty part in the place of `part`."""
+    acc, top, total = part
+    acc = (tl.zeros_like(acc[0]), tl.zeros_like(acc[1])) if isinstance(acc, tl.tuple) else tl.zeros_like(acc)
+    return acc, tl.full(top.shape, LOWEST, tl.float32), tl.zeros_like(total)
 
 
 @triton.jit
@@ -143,29 +132,22 @@ def scores_of(
     have one token; end: number of tokens. MASKED: some query does not see some token of the block.
     """
     token = block + tl.arange(0, BLOCK)
-    key_dim = tl.arange(0, KEY_DIM_PADDED)
-    key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
-    if KEY_DIM < KEY_DIM_PADDED:  # noqa: SIM108 a branch on constants costs nothing
-        k = tl.load(key, mask=(key_dim < KEY_DIM)[:, None], other=0.0)
+    if isinstance(q, tl.tuple):
+        scores = pair_scores(q, keys, base, rows, KEY_DIM)
     else:
-        k = tl.load(key)  # also a page's rows behind `end`, whose scores are masked
-    scores = tl.dot(q, widened(k, q.dtype, SEVERED), input_precision="ieee")
+        key_dim = tl.arange(0, KEY_DIM_PADDED)
+        key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
+        # A page's rows behind `end` are read, too; their scores are masked.
+        k = tl.load(key, mask=(key_dim < KEY_DIM)[:, None], other=0.0) if KEY_DIM < KEY_DIM_PADDED else tl.load(key)
+        scores = tl.dot(q, apart(k.to(q.dtype), SEVERED), input_precision="ieee")
     if SCALED:
-        scores *= tl.load(key_scales + base + rows, mask=token < end, other=0.0)[None, :]
+        scores *= tl.load(key_scales + base + rows)[None, :]
     return seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
 
 
 @triton.jit
 def seen_scores(
-    scores,
-    token,
-    position,
-    end,
-    scale,
-    softcap,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    scores, token, position, end, scale, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
 ):
     """Products of queries and keys with softcap, and minus infinity where a query does not see a token."""
     if SOFTCAP:
@@ -204,26 +186,31 @@ def add_block(
     token = block + tl.arange(0, BLOCK)
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
     mask = (value_dim < VALUE_DIM)[None, :]
-    FINITE: tl.constexpr = SEVERED and dtype == tl.bfloat16  # see `widened`: times a scale of 0 it is nothing
-    if MASKED and not FINITE:
+    if MASKED:
         mask &= (token < end)[:, None]
-    weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
+    by = None
     if SCALED:
-        weights *= tl.load(value_scales + base + rows, mask=token < end, other=0.0)[None, :]
-    value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
-    if (MASKED and not FINITE) or VALUE_DIM < VALUE_DIM_PADDED:
-        v = tl.load(value, mask=mask, other=0.0)
+        by = tl.load(value_scales + base + rows)
+        if MASKED:
+            by = tl.where(token < end, by, 0.0)
+        if isinstance(acc, tl.tuple):
+            by *= rest_of(values.dtype.element_ty)
+    factor = softcap if SOFTCAP else scale
+    weights, shrink, higher, total = weights_of(scores, top, total, factor, dtype, BLOCK, by=by)
+    if isinstance(acc, tl.tuple):
+        acc = add_pairs(weights, values, base, rows, acc, shrink, VALUE_DIM)
     else:
-        v = tl.load(value)
-    acc = tl.dot(weights.to(dtype), widened(v, dtype, SEVERED), acc * shrink[:, None], input_precision="ieee")
+        value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
+        v = tl.load(value, mask=mask, other=0.0) if MASKED or VALUE_DIM < VALUE_DIM_PADDED else tl.load(value)
+        acc = tl.dot(weights.to(dtype), apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total
 
 
 @triton.jit
-def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constexpr, TIMES: tl.constexpr = 1.0):
+def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constexpr, TIMES: tl.constexpr = 1.0, by=None):
     """A block's weights: (TIMES weights, what the sums before shrink by, the highest score, sums of weights).
 
-    TIMES: a power of two.
+    TIMES: a power of two; by: [BLOCK], what weights are multiplied by where values have scales.
     """
     factor = scale * _LOG2E
     higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
@@ -233,10 +220,13 @@ def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constex
     if TIMES != 1.0:
         weights *= TIMES
     shrink = tl.exp2(top - higher)
+    scaled = weights
+    if by is not None:  # before the product below, so that threads exchange both kinds of weights at once
+        scaled = (weights * by[None, :]).to(dtype)
     # In one step, Triton would round the constant to six decimals.
     ones = tl.full([BLOCK, SUMS], 1.0 / TIMES, tl.float32).to(dtype)
     total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
-    return weights, shrink, higher, total
+    return scaled, shrink, higher, total
 
 
 @triton.jit
@@ -260,7 +250,7 @@ def fold(before, part):
 def summed(part):
     """A part with sums of weights [rows]: all columns of ones give the same."""
     acc, top, total = part
-    return acc, top, tl.max(total, axis=1)
+    return whole(acc), top, tl.max(total, axis=1)
 
 
 @triton.jit
@@ -308,7 +298,6 @@ def end_block(
     live,
     before,
     part,
-    ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -322,7 +311,7 @@ def end_block(
             before = fold(before, summed(part))
         else:
             leave(parts, part_of(block), summed(part), live, VALUE_DIM, VALUE_DIM_PADDED)
-        part = nothing(ROWS, VALUE_DIM_PADDED)
+        part = emptied(part)
     return before, part
 
 

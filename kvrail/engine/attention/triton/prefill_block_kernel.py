@@ -13,9 +13,9 @@ from kvrail.engine.attention.triton.closed_kernel import (
 from kvrail.engine.attention.triton.order_kernel import (
     add_block,
     begins_part,
+    emptied,
     fold,
     leave,
-    nothing,
     part_of,
     scores_of,
     slots_of,
@@ -31,7 +31,6 @@ def _begin_part(
     live,
     before,
     part,
-    ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -46,7 +45,7 @@ def _begin_part(
                 leave(parts, part_of(block - 1), summed(part), live, VALUE_DIM, VALUE_DIM_PADDED)
         else:
             before = fold(before, summed(part))
-        part = nothing(ROWS, VALUE_DIM_PADDED)
+        part = emptied(part)
     return before, part
 
 
@@ -73,7 +72,6 @@ def open_blocks(
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -94,11 +92,10 @@ def open_blocks(
             q, keys, key_scales, base, rows, block, position, end, scale, softcap,
             KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, MASKED,
         )  # fmt: skip
-        before, part = _begin_part(
-            parts, block, begin, live, before, part, ROWS, VALUE_DIM, VALUE_DIM_PADDED, SHARED
-        )  # fmt: skip
+        before, part = _begin_part(parts, block, begin, live, before, part, VALUE_DIM, VALUE_DIM_PADDED, SHARED)
         part = add_block(
-            scores, values, value_scales, base, rows, part, block, end, scale, softcap, q.dtype,
+            scores, values, value_scales, base, rows, part, block, end, scale, softcap,
+            (q[0] if isinstance(q, tl.tuple) else q).dtype,
             VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, MASKED,
         )  # fmt: skip
     return before, part
@@ -125,7 +122,6 @@ def closed_blocks(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -144,9 +140,7 @@ def closed_blocks(
             q, pair, keys, spare, unit_bytes, block, position, end, scale, softcap,
             KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
-        before, part = _begin_part(
-            parts, block, begin, live, before, part, ROWS, VALUE_DIM, VALUE_DIM, SHARED
-        )  # fmt: skip
+        before, part = _begin_part(parts, block, begin, live, before, part, VALUE_DIM, VALUE_DIM, SHARED)
         part = add_closed_block(
             scores, pair, values, spare, unit_bytes, part, scale, softcap, q.dtype,
             VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,

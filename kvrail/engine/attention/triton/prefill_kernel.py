@@ -28,11 +28,11 @@ from kvrail.engine.attention.triton.order import (
     severed,
 )
 from kvrail.engine.attention.triton.order_kernel import (
+    begun,
     fold,
     join,
     leave,
     none_before,
-    nothing,
     output_of,
     part_of,
     share_of,
@@ -183,13 +183,14 @@ def _prefill_kernel(
     )
     pools, closed_pool = (keys, values, key_scales, value_scales), (closed_pages, spare, unit_bytes)
     parts = (part_out, part_top, part_total, (packed * HEADS + heads) * part_stride - part_of(first))
-    before, part = none_before(ROWS, VALUE_DIM_PADDED), nothing(ROWS, VALUE_DIM_PADDED)
+    before = none_before(ROWS, VALUE_DIM_PADDED)
+    q, scale, part = begun(q, keys, scale, KEY_DIM, VALUE_DIM, VALUE_DIM_PADDED, SEVERED)
     closed = begin
     if LEAD > 0:
         closed = tl.maximum(begin, tl.minimum(LEAD, stop))
         before, part = open_blocks(
             q, pools, table, kv_head, begin, closed, position, end, scale, softcap, begin, parts, live, before, part,
-            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP,
+            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
             SCALED, SEVERED, SHARED, True,
         )  # fmt: skip
     opened = closed
@@ -197,7 +198,7 @@ def _prefill_kernel(
         opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + tl.maximum(sequence, 0)), stop))
         before, part = closed_blocks(
             q, closed_pool, table, kv_head, closed, opened, position, end, scale, softcap, begin, parts, live, before,
-            part, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK, WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES,
+            part, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES,
             CODE_BITS, ASSEMBLED,
         )  # fmt: skip
     if WINDOW > 0:  # a window begins inside a block: all blocks are masked
@@ -206,12 +207,12 @@ def _prefill_kernel(
         masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
         before, part = open_blocks(
             q, pools, table, kv_head, opened, tl.minimum(masked_from, stop), position, end, scale, softcap, begin,
-            parts, live, before, part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS,
+            parts, live, before, part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE,
             BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, False,
         )  # fmt: skip
     before, part = open_blocks(
         q, pools, table, kv_head, tl.maximum(opened, masked_from), stop, position, end, scale, softcap, begin,
-        parts, live, before, part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS,
+        parts, live, before, part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE,
         BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, True,
     )  # fmt: skip
     if SHARED:
