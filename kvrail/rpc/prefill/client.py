@@ -1,15 +1,15 @@
 """Calls of a prefill worker over gRPC."""
 
-import functools
+from collections.abc import AsyncGenerator
 
 import grpc
 import grpc.aio
 
 from kvrail.errors import IncompatibleError, RequestCancelledError, WorkerUnavailableError
 from kvrail.rpc.errors import from_rpc_error
-from kvrail.rpc.prefill.call import Deliver, PrefillCall
+from kvrail.rpc.prefill.call import PrefillCall
 from kvrail.wire.v1 import prefill_pb2_grpc
-from kvrail.wire.v1.prefill_pb2 import PrefillRequest
+from kvrail.wire.v1.prefill_pb2 import PrefillReply, PrefillRequest
 
 
 class GrpcPrefillClient:
@@ -22,15 +22,15 @@ class GrpcPrefillClient:
 
     def prefill(self, request: PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
         """Begin a call; it opens at the event loop's next turn. Past `timeout_s` it ends with DeadlineError."""
-        return PrefillCall(functools.partial(self._feed, request, timeout_s))
+        return PrefillCall(self._replies(request, timeout_s))
 
-    async def _feed(self, request: PrefillRequest, timeout_s: float | None, deliver: Deliver) -> None:
+    async def _replies(self, request: PrefillRequest, timeout_s: float | None) -> AsyncGenerator[PrefillReply, None]:
         call = self._prefill(request, timeout=timeout_s)
         try:
             async for reply in call:
                 if reply is None:  # what gRPC makes of bytes that it cannot read
                     raise IncompatibleError(f"{self._peer} sent a reply that is no message of this protocol version")
-                await deliver(reply)
+                yield reply
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error, peer=self._peer)
             if isinstance(failure, RequestCancelledError):  # not by this end, which would have raised CancelledError
