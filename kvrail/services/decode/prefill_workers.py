@@ -52,6 +52,8 @@ class AllowedWorkers:
 
     async def of(self, addresses: Sequence[str]) -> list[str]:
         """Those of `addresses`, host:port each, that may be asked; the others are logged."""
+        if not (self._networks or self._written):
+            return list(addresses)
         if not all(self._permits_as_written(address) for address in addresses):
             await self._resolve()
         allowed = [address for address in addresses if self._permits(address)]
@@ -82,8 +84,6 @@ class AllowedWorkers:
         )
 
     def _permits_as_written(self, address: str) -> bool:
-        if not (self._networks or self._written):
-            return True
         host = address.rpartition(":")[0].strip("[]")
         if address in self._written or host in self._written:
             return True
