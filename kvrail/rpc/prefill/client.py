@@ -16,6 +16,7 @@ class GrpcPrefillClient:
     """Calls a prefill worker over gRPC; `address`, host:port, names it in errors. host: by which it is reached."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self._channel = channel
         self._prefill = prefill_pb2_grpc.PrefillStub(channel).Prefill  # type: ignore[no-untyped-call]
         self._peer = f"prefill worker {address}"
         self.host = address.rpartition(":")[0].strip("[]")
@@ -23,6 +24,10 @@ class GrpcPrefillClient:
     def prefill(self, request: PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
         """Begin a call; it opens at the event loop's next turn. Past `timeout_s` it ends with DeadlineError."""
         return PrefillCall(self._replies(request, timeout_s))
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
 
     async def _replies(self, request: PrefillRequest, timeout_s: float | None) -> AsyncGenerator[PrefillReply, None]:
         call = self._prefill(request, timeout=timeout_s)
