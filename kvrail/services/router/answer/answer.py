@@ -104,8 +104,8 @@ class RequestHandler:
                     call.check_model()
                     with _part(call, "admit"):
                         await self._pool.settle()
-                    with _part(call, "tokenise"):
-                        plan = await renamed(call.parts.planner.plan(call.request, call.client), call.rename)
+                    with _part(call, "tokenise"), renamed(call.rename):
+                        plan = await call.parts.planner.plan(call.request, call.client)
                     generation = self._generation(call, plan)  # places each prompt once its output is read
                     writer = call.writer(plan)
                     last_event = writer.failure
