@@ -54,7 +54,15 @@ class ReplyStream:
     Leaving the stream unfinished requires `cancel()`; as an async context manager it does that itself.
     """
 
-    def __init__(self, stream: "EventStream", number: int, peer: str, on_overflow: Callable[[], object] | None) -> None:
+    def __init__(
+        self,
+        stream: "EventStream",
+        number: int,
+        peer: str,
+        timeout_s: float | None,
+        on_overflow: Callable[[], object] | None,
+    ) -> None:
+        """timeout_s: after which the request ends, whether or not the worker ends it; None: no limit."""
         self._stream = stream
         self._number = number
         self._peer = peer
@@ -67,6 +75,9 @@ class ReplyStream:
         self._error: KvrailError | None = None
         self._reader: asyncio.Future[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            error = DeadlineError(f"{peer} did not answer within the {timeout_s:g} s that were left to it")
+            self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._drop, error)
         self.ended = False
         self.accepted_after: int | None = None
         """Messages that the stream had sent before the worker accepted the request; None until it has."""
@@ -117,23 +128,16 @@ class ReplyStream:
     async def __aexit__(self, *exc_info: object) -> None:
         self.cancel()
 
-    def expire_after(self, timeout_s: float) -> None:
-        """End the request after this time, whether or not the worker does."""
-        error = DeadlineError(f"{self._peer} did not answer within the {timeout_s:g} s that were left to it")
-        self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._drop, error)
-
     def take(self, events: decode_pb2.RequestEvents) -> None:
         """Take in what the worker sent for this request."""
         if events.replies:
             self._keep(events)
         if not self.ended and events.HasField("end"):
-            self.end(self._error_in(events.end))
-
-    def _error_in(self, end: decode_pb2.RequestEnd) -> KvrailError | None:
-        if not end.code:
-            return None
-        trailers = (end.error,) if end.error else ()
-        return from_status(code_of(end.code), end.message, trailers, peer=self._peer)
+            end, error = events.end, None
+            if end.code:
+                trailers = (end.error,) if end.error else ()
+                error = from_status(code_of(end.code), end.message, trailers, peer=self._peer)
+            self.end(error)
 
     def end(self, error: KvrailError | None) -> None:
         """Nothing more comes: the reader gets the replies that are here, then the error."""
@@ -209,9 +213,7 @@ class EventStream:
                 "send a shorter one"
             )
         number = next(self._numbers)
-        replies = self._requests[number] = ReplyStream(self, number, self._peer, on_overflow)
-        if timeout_s is not None:
-            replies.expire_after(timeout_s)
+        replies = self._requests[number] = ReplyStream(self, number, self._peer, timeout_s, on_overflow)
         message = decode_pb2.SubmitRequest(number=number, timeout_s=timeout_s or 0, request=request)
         self._start(self._submit(number, replies, message))
         return replies

@@ -197,7 +197,11 @@ class EventSender:
             error = internal_error(cancelled, request)  # something that it waited for was cancelled
         except Exception as raised:  # noqa: BLE001 - the boundary of the process
             error = internal_error(raised, request)
-        self._events_of(number).end.CopyFrom(_end_of(error))
+        end = self._events_of(number).end
+        end.SetInParent()
+        if error is not None:
+            code, message, trailer = to_status(error)
+            end.code, end.message, end.error = code.value[0], message, trailer
 
 
 class RequestContext:
@@ -212,10 +216,3 @@ class RequestContext:
     def time_remaining(self) -> float | None:
         """Seconds until the deadline; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
-
-
-def _end_of(error: KvrailError | None) -> decode_pb2.RequestEnd:
-    if error is None:
-        return decode_pb2.RequestEnd()
-    code, message, trailer = to_status(error)
-    return decode_pb2.RequestEnd(code=code.value[0], message=message, error=trailer)

@@ -90,10 +90,10 @@ async def test_channels_that_nobody_uses_are_closed(monkeypatch):
     channels = GrpcPrefillWorkers()
     first = channels.client("127.0.0.1:1")
     assert channels.client("127.0.0.1:1").host == first.host
-    assert len(channels._channels) == 1
+    assert len(channels._clients) == 1
     monkeypatch.setattr(prefill_workers, "IDLE_S", -1.0)
     channels.client("127.0.0.1:2")
-    assert list(channels._channels) == ["127.0.0.1:2"]
+    assert list(channels._clients) == ["127.0.0.1:2"]
     await channels.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.services.router.openai.events import TextEvents, encode_event, is_plain
+from kvrail.services.router.openai.events import MARK, TextEvent, encode_event, is_plain
 from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, Head
 from kvrail.services.router.values import Delta
 from kvrail.values.sampling import FinishReason, TokenLogprobs
@@ -28,11 +28,11 @@ def test_a_text_event_is_the_whole_objects_bytes(api: str, usage: bool, texts: l
         chunk = form.chunk(delta)
         return {**chunk, "usage": None} if usage else chunk
 
-    events = TextEvents(build)
+    events = [TextEvent(build(Delta(index, MARK, (), (), None, None))) for index in range(3)]
     for index, text in texts:
         delta = Delta(index, text, [7], (), None, None)
         assert is_plain(delta)
-        event = events.encode(delta)
+        event = events[index].encode(text)
         assert event == encode_event(build(delta))
         assert len(event.decode().splitlines()) == 2  # at whatever Python takes for the end of a line
         assert event.isascii()

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from kvrail.errors import FrameError, KvrailError, RequestCancelledError
 from kvrail.rpc.signal import Signal
@@ -13,12 +13,6 @@ from kvrail.wire.v1.common_pb2 import Span
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, PrefillReply, TransferDone
 
 log = logging.getLogger(__name__)
-
-Deliver = Callable[[PrefillReply], Awaitable[None]]
-"""Takes the next reply."""
-
-Feed = Callable[[Deliver], Coroutine[Any, Any, None]]
-"""Opens the call, delivers its replies until the end, and raises what went wrong."""
 
 MAX_UNTAKEN = 1024
 """Announcements that may lie here untaken. A sender has a few payloads under way, each announced once."""
@@ -33,7 +27,8 @@ class PrefillCall:
     leaves nothing pending.
     """
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, replies: AsyncGenerator[PrefillReply, None]) -> None:
+        """replies: the worker's, until the end; opens the call when it is first asked, and raises what went wrong."""
         self.accepted_already: Accepted | None = None
         self._first_token: FirstToken | None = None
         self._announced: deque[Announcement] = deque()
@@ -44,7 +39,7 @@ class PrefillCall:
         self._done = False
         self._failure: KvrailError | None = None
         self._changed = Signal()
-        self._task = asyncio.create_task(self._read(feed), name="prefill call")
+        self._task = asyncio.create_task(self._read(replies), name="prefill call")
         self._task.add_done_callback(self._on_read)
 
     async def accepted(self) -> Accepted:
@@ -97,8 +92,10 @@ class PrefillCall:
         self._task.cancel()
         self._changed.wake()
 
-    async def _read(self, feed: Feed) -> None:
-        await feed(self._deliver)
+    async def _read(self, replies: AsyncGenerator[PrefillReply, None]) -> None:
+        async with aclosing(replies):
+            async for reply in replies:
+                self._take(reply)
         if not self._done:
             raise FrameError("the prefill worker ended the call before the end of its transfer")
 
@@ -113,7 +110,7 @@ class PrefillCall:
         log.error("a prefill call failed", exc_info=error)
         self._fail(KvrailError("internal error in a prefill call; this process's log has the cause"))
 
-    async def _deliver(self, reply: PrefillReply) -> None:
+    def _take(self, reply: PrefillReply) -> None:
         """Check a reply and put it where it is waited for."""
         kind = reply.WhichOneof("reply")
         if kind is None:

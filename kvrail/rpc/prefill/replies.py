@@ -3,11 +3,10 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError, reason_of
-from kvrail.rpc.prefill.call import Deliver
 from kvrail.rpc.signal import Signal
 from kvrail.runtime.waiting import settled
 from kvrail.transport.base import Announcement
@@ -22,6 +21,9 @@ from kvrail.wire.v1.prefill_pb2 import (
 )
 
 log = logging.getLogger(__name__)
+
+Deliver = Callable[[PrefillReply], Awaitable[None]]
+"""Sends the next reply."""
 
 TAKEN_WITHIN_S = 60.0
 """A receiver that takes no reply for this long is given up: pages wait for it."""

@@ -143,14 +143,26 @@ class FetchAttempt:
 
     async def receive(self) -> None:
         """Receive everything, or raise; whatever is raised, another worker may succeed."""
-        silence_s = self._parts.silence_s
-        codec = await self._agree()
+        parts, request, layout = self._parts, self._request, self._parts.access.layout
+        codec, payloads = await self._agree()
         self._first = asyncio.create_task(self._take_first_tokens())
-        await self._receive(codec)
-        await unless_silent(self._first, silence_s)
+        transfer = Transfer(
+            request.caller_id,
+            codec.name,
+            codec.num_stages,
+            block_spec(layout, self._num_pages),
+            self._held_pages,
+            first_recent_page(len(request.prompt_ids), layout.page_size),
+            codec.parameters_id,
+        )
+        observer = _Watching(parts.meters, self._progress.spans, self)
+        receiver = PageReceiver(transfer, codec, self._pages, parts.executor, observer, parts.silence_s)
+        self._call.on_heartbeat = receiver.not_silent
+        await receiver.run(self._call.announced, payloads)
+        await unless_silent(self._first, parts.silence_s)
         self._timeline.mark(Moment.KV_COARSE)  # marked already where the codec has several stages
         self._timeline.mark(Moment.KV_COMPLETE)
-        self._parts.meters.transfers.seconds["received"].observe(perf_counter() - self._begun, example=exemplar())
+        parts.meters.transfers.seconds["received"].observe(perf_counter() - self._begun, example=exemplar())
 
     async def follow_to_end(self) -> None:
         """Follow the call to its end, and put the prefill worker's spans beside those made here."""
@@ -179,8 +191,8 @@ class FetchAttempt:
         transport = self._parts.transports.get(accepted.transport)
         return await transport.receiver(Peer(accepted.transport_address, self._host), self._key)
 
-    async def _agree(self) -> Codec:
-        """Check the other end's choice and open the transport's end; returns the codec."""
+    async def _agree(self) -> tuple[Codec, PayloadReceiver]:
+        """Check the other end's choice and open the transport's end; returns the codec and that end."""
         accepted = await unless_silent(self._call.accepted(), self._parts.silence_s)
         self._timeline.mark(Moment.PREFILL_QUEUED)
         codec, num_pages = self._codecs.get(accepted.codec), self._num_pages
@@ -196,25 +208,7 @@ class FetchAttempt:
         received.codec, received.lossy, received.transport = codec.name, not codec.exact, transport.name
         received.numerics = accepted.numerics
         self._payloads = await unless_silent(self._open(accepted), self._parts.silence_s)
-        return codec
-
-    async def _receive(self, codec: Codec) -> None:
-        """Have all pages written."""
-        parts, layout = self._parts, self._parts.access.layout
-        assert self._payloads is not None
-        transfer = Transfer(
-            self._request.caller_id,
-            codec.name,
-            codec.num_stages,
-            block_spec(layout, self._num_pages),
-            self._held_pages,
-            first_recent_page(len(self._request.prompt_ids), layout.page_size),
-            codec.parameters_id,
-        )
-        observer = _Watching(parts.meters, self._progress.spans, self)
-        receiver = PageReceiver(transfer, codec, self._pages, parts.executor, observer, parts.silence_s)
-        self._call.on_heartbeat = receiver.not_silent
-        await receiver.run(self._call.announced, self._payloads)
+        return codec, self._payloads
 
     def begin_drafting(self) -> None:
         """The pages hold a coarse form of the KV."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-import grpc.aio
-
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.names import Name
 from kvrail.rpc.prefill.client import GrpcPrefillClient
@@ -52,6 +50,8 @@ class AllowedWorkers:
 
     async def of(self, addresses: Sequence[str]) -> list[str]:
         """Those of `addresses`, host:port each, that may be asked; the others are logged."""
+        if not (self._networks or self._written):
+            return list(addresses)
         if not all(self._permits_as_written(address) for address in addresses):
             await self._resolve()
         allowed = [address for address in addresses if self._permits(address)]
@@ -82,8 +82,6 @@ class AllowedWorkers:
         )
 
     def _permits_as_written(self, address: str) -> bool:
-        if not (self._networks or self._written):
-            return True
         host = address.rpartition(":")[0].strip("[]")
         if address in self._written or host in self._written:
             return True
@@ -126,32 +124,33 @@ IDLE_S = 3600.0
 
 
 class GrpcPrefillWorkers:
-    """Opens a channel to a prefill worker when it is first asked for, and keeps it while it is used."""
+    """Opens a channel to a prefill worker when it is first asked for, and keeps it and its client while it is used."""
 
     def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._clients: dict[str, GrpcPrefillClient] = {}
         self._asked_at: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def client(self, address: str) -> GrpcPrefillClient:
         """A client of the worker at `address`, host:port."""
-        if address not in self._channels:
+        if address not in self._clients:
             self._close_idle()
-            self._channels[address] = open_channel(address, tls=self._tls, role="prefill")
+            channel = open_channel(address, tls=self._tls, role="prefill")
+            self._clients[address] = GrpcPrefillClient(channel, address)
         self._asked_at[address] = monotonic()
-        return GrpcPrefillClient(self._channels[address], address)
+        return self._clients[address]
 
     def _close_idle(self) -> None:
         for address, asked_at in list(self._asked_at.items()):
             if monotonic() - asked_at > IDLE_S:
                 del self._asked_at[address]
-                task = asyncio.ensure_future(self._channels.pop(address).close())
+                task = asyncio.ensure_future(self._clients.pop(address).close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Close all channels."""
-        for channel in self._channels.values():
-            await channel.close()
+        for client in self._clients.values():
+            await client.close()
         await asyncio.gather(*self._closing)

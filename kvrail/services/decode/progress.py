@@ -176,12 +176,9 @@ class Progress:
             return "no prefill worker could compute it"
         return f"{missing} tokens were not cached; up to {self.request.local_tokens} are computed here"
 
-    def _numerics(self) -> str:
-        prefill = self.received.numerics if self.prefill_worker else None
-        return "" if self._lossy() else self.invariance.of(prefill, self.cached_tokens)
-
     def _last_reply(self, event: Finished) -> decode_pb2.GenerateReply:
-        received = self.received
+        received, lossy = self.received, self._lossy()
+        numerics = self.invariance.of(received.numerics if self.prefill_worker else None, self.cached_tokens)
         return decode_pb2.GenerateReply(
             summary=decode_pb2.GenerateSummary(
                 prompt_tokens=len(self.request.prompt_ids),
@@ -190,8 +187,8 @@ class Progress:
                 marks=marks_to_proto(self.timeline.marks()),
                 prefill_worker=self.prefill_worker,
                 codec=received.codec,
-                lossy=self._lossy(),
-                numerics=self._numerics(),
+                lossy=lossy,
+                numerics="" if lossy else numerics,
                 kv_bytes=received.payload_bytes,
                 kv_raw_bytes=received.raw_bytes,
                 drafts_proposed=self.drafts.proposed,

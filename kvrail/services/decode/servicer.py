@@ -65,7 +65,10 @@ class DecodeServicer:
     async def generate(self, request: decode_pb2.GenerateRequest, context: RequestContext) -> None:
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
         with bound_request_id(request.request_id), self._active.track():
-            codec = self._check(request)
+            self._model.check(request.model, request.model_fingerprint, request.kv_cache)
+            check_request_id(request.request_id)
+            check_workers(request.prefill_workers)
+            codec = self._fetcher.codec_for(request.codec, exact=request.exact)
             instances = dict(zip(request.prefill_workers, request.prefill_instances, strict=False))
             workers = [
                 PrefillTarget(address, instances.get(address, 0))
@@ -117,10 +120,3 @@ class DecodeServicer:
         finally:
             events.close()
             await fetch.leave()
-
-    def _check(self, request: decode_pb2.GenerateRequest) -> str:
-        """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""
-        self._model.check(request.model, request.model_fingerprint, request.kv_cache)
-        check_request_id(request.request_id)
-        check_workers(request.prefill_workers)
-        return self._fetcher.codec_for(request.codec, exact=request.exact)

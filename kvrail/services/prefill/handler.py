@@ -142,11 +142,15 @@ class PrefillHandler:
 
     async def _follow(self, events: EngineEvents) -> None:
         """Follow the engine until the first tokens are drawn."""
+        access = self._parts.access
         async for event in events:
             match event:
-                case Admitted():
+                case Admitted():  # its pages are here: those of a cached prefix can leave at once
                     self._admitted()
-                    self._begin(event)
+                    self._lease = access.engine.claim_lease(self._engine_id)
+                    if self._lease is not None:  # else dropped meanwhile: the events end the call
+                        pages = access.pages(self._lease, self._sender.outgoing.num_tokens)
+                        self._sender.begin(pages, event.cached_tokens // access.layout.page_size)
                 case PrefillStarted():
                     self._timeline.mark(Moment.PREFILL_STARTED)
                 case Prefilled():
@@ -163,15 +167,6 @@ class PrefillHandler:
     def _admitted(self) -> None:
         if self._impatience is not None:
             self._impatience.cancel()
-
-    def _begin(self, admitted: Admitted) -> None:
-        """The request has pages: those of a cached prefix can leave at once."""
-        access = self._parts.access
-        self._lease = access.engine.claim_lease(self._engine_id)
-        if self._lease is None:
-            return  # dropped meanwhile: the events end the call
-        pages = access.pages(self._lease, self._sender.outgoing.num_tokens)
-        self._sender.begin(pages, admitted.cached_tokens // access.layout.page_size)
 
     async def _release(self) -> None:
         """Give the pages back; nothing of the transfer runs any more."""

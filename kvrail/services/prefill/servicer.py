@@ -18,7 +18,6 @@ from kvrail.services.prefill.handshake import Terms
 from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.telemetry.tracing import Tracing
-from kvrail.transfer.route import Route
 from kvrail.transfer.send_queue import DIRECT_SLOTS, SLOTS, SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -81,8 +80,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 tracing = self._tracing
                 hop = trace.begin(tracing, self._terms.model.name, request, timeline) if tracing else None
                 spans = SpanLog(trace.PROCESS, timeline, requested=request.trace) if request.trace or hop else None
+                theirs, own = request.handshake, self._max_frame_bytes
+                most = min(own, theirs.max_frame_bytes) if theirs.max_frame_bytes else own  # both ends take that
+                outgoing = Outgoing(
+                    request_id=request.request_id,
+                    layout=self._parts.access.layout,
+                    codec=route.codec,
+                    num_tokens=len(request.prompt_token_ids),
+                    held_pages=theirs.held_pages,
+                    frame_bytes=route.frame_bytes(most, theirs.link_bytes_per_s),
+                    on_device=route.on_device,
+                )
                 sender = PageSender(
-                    self._outgoing(request, route),
+                    outgoing,
                     payload_sender,
                     replies.announce,
                     self._queue(receiver, route.on_device),
@@ -95,19 +105,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     await handler.run(accepted)
             finally:
                 await payload_sender.aclose()
-
-    def _outgoing(self, request: prefill_pb2.PrefillRequest, route: Route) -> Outgoing:
-        handshake, own = request.handshake, self._max_frame_bytes
-        most = min(own, handshake.max_frame_bytes) if handshake.max_frame_bytes else own  # both ends take that
-        return Outgoing(
-            request_id=request.request_id,
-            layout=self._parts.access.layout,
-            codec=route.codec,
-            num_tokens=len(request.prompt_token_ids),
-            held_pages=handshake.held_pages,
-            frame_bytes=route.frame_bytes(most, handshake.link_bytes_per_s),
-            on_device=route.on_device,
-        )
 
     def _queue(self, receiver: str, on_device: bool) -> SendQueue:
         """What transfers to one machine share. Between GPUs they have a way of their own."""

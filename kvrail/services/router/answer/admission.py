@@ -27,11 +27,6 @@ class Admission:
         self.most = max((n for n in range(1, limit + 1) if fair(0, n, limit, share)), default=0)
         """Most sequences that a client can have here at once."""
 
-    def check_open(self) -> None:
-        """Raise WorkerUnavailableError once draining."""
-        if self.draining:
-            raise WorkerUnavailableError("the server is shutting down; retry")
-
     @contextmanager
     def admitted(
         self, sequences: int, client: str, cancel: Callable[[KvrailError], None] = lambda error: None
@@ -40,7 +35,8 @@ class Admission:
 
         Raises OverloadedError where there is no room, WorkerUnavailableError once draining.
         """
-        self.check_open()
+        if self.draining:
+            raise WorkerUnavailableError("the server is shutting down; retry")
         held = self.by_client.get(client, 0)
         if not fair(held, sequences, self._limit - self.active, self._share):
             raise OverloadedError(

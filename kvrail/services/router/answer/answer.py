@@ -54,8 +54,8 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; all work ends when the client disconnects, or falls too far behind the output."""
         watch = asyncio.create_task(disconnected(receive))
-        work = asyncio.create_task(self._handler.respond(self._call, watch.cancel, scope, receive, send))
-        self._call.cancellation.task = work
+        work = asyncio.create_task(self._handler.respond(self._call, scope, receive, send))
+        self._call.cancellation.task, self._call.cancellation.watch = work, watch
         if await ended_first(work, watch):
             work.result()
 
@@ -82,13 +82,10 @@ class RequestHandler:
         self._tracing = tracing
         self._writing = Turns()  # of clients, at writing long answers
 
-    async def respond(
-        self, call: ApiCall, leave: Callable[[], object], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def respond(self, call: ApiCall, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit a request, plan it, have it placed and generated, and write its answer.
 
-        An error before the headers have left gets a status, a later one is the stream's last event. leave: ends the
-        request as if its client had left.
+        An error before the headers have left gets a status, a later one is the stream's last event.
         """
         self._begin_trace(call)
         sse = self._sse(call, send) if call.request.stream else None
@@ -107,9 +104,9 @@ class RequestHandler:
                     call.check_model()
                     with _part(call, "admit"):
                         await self._pool.settle()
-                    with _part(call, "tokenise"):
-                        plan = await renamed(call.parts.planner.plan(call.request, call.client), call.rename)
-                    generation = self._generation(call, plan, leave)  # places each prompt once its output is read
+                    with _part(call, "tokenise"), renamed(call.rename):
+                        plan = await call.parts.planner.plan(call.request, call.client)
+                    generation = self._generation(call, plan)  # places each prompt once its output is read
                     writer = call.writer(plan)
                     last_event = writer.failure
                     if sse is None:
@@ -157,11 +154,10 @@ class RequestHandler:
         left_s = max(MIN_HEAD_S, settings.stream_head_s - call.timeline.elapsed())
         return SseStream(send, head_after_s=left_s, keep_alive_s=settings.keep_alive_s)
 
-    def _generation(self, call: ApiCall, plan: Plan, leave: Callable[[], object]) -> Generation:
+    def _generation(self, call: ApiCall, plan: Plan) -> Generation:
         settings, context = self._settings, call.trace.context if call.trace else {}
-        route = Route(
-            self._dispatcher, self._pool, self._metrics, call.timeline, settings.request_timeout_s, on_overflow=leave
-        )
+        timeout_s, leave = settings.request_timeout_s, call.cancellation.leave
+        route = Route(self._dispatcher, self._pool, self._metrics, call.timeline, timeout_s, on_overflow=leave)
         return Generation(
             plan, route, call.wire_id, model=settings.model_name, client=call.client, trace_context=context
         )
@@ -179,7 +175,8 @@ class RequestHandler:
                         writer.add(update)
                     if isinstance(update, Delta):
                         outcome = _outcome(outcome, update)
-        payload = await self._encoded(call, generation.plan, writer, _usage(call, generation, record))
+        usage = final_usage(generation, record.completion_tokens, generation.adopt_marks())
+        payload = await self._encoded(call, generation.plan, writer, usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
@@ -210,7 +207,8 @@ class RequestHandler:
                 if events := opening + writer.events(updates):
                     await sse.write(events)
                 opening = b""
-        await sse.write(opening + writer.closing(_usage(call, generation, record)))
+        usage = final_usage(generation, record.completion_tokens, generation.adopt_marks())
+        await sse.write(opening + writer.closing(usage))
         await sse.end()
         call.timeline.mark(Moment.RESPONDED)
         return outcome
@@ -256,11 +254,6 @@ class RequestHandler:
 
 def _part(call: ApiCall, name: str) -> AbstractContextManager[None]:
     return call.trace.part(name) if call.trace else nullcontext()
-
-
-def _usage(call: ApiCall, generation: Generation, record: RequestRecord) -> Json:
-    generation.adopt_marks()
-    return final_usage(generation, record.completion_tokens, call.timeline)
 
 
 def _outcome(before: str, delta: Delta) -> str:

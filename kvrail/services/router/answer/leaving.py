@@ -39,10 +39,14 @@ async def while_here(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Cancellation:
-    """Ends the work for a request with an error that its client gets. task: the one that works."""
+    """Ends the work for a request: with an error that its client gets, or as if the client had left.
+
+    task: the one that works. watch: the one whose end means that the client has gone.
+    """
 
     def __init__(self) -> None:
         self.task: asyncio.Task[Any] | None = None
+        self.watch: asyncio.Task[None] | None = None
         self._error: KvrailError | None = None
 
     def cancel(self, error: KvrailError) -> None:
@@ -50,6 +54,11 @@ class Cancellation:
         if self._error is None and self.task is not None:
             self._error = error
             self.task.cancel()
+
+    def leave(self) -> None:
+        """The client has fallen too far behind: it gets nothing more."""
+        if self.watch is not None:
+            self.watch.cancel()
 
     def taken(self) -> KvrailError | None:
         """The error for the client, for a task that has caught its cancellation and goes on; None if none was given."""

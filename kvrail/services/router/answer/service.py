@@ -72,8 +72,8 @@ class RouterService:
 
     async def count(self, client: str, chat: ChatRequest, rename: Rename) -> int:
         """Tokens of a chat's prompt; rename: what another API calls the chat's parameters."""
-        with self.admission.admitted(1, client):
-            return await renamed(self.planner.count(chat, client), rename)
+        with self.admission.admitted(1, client), renamed(rename):
+            return await self.planner.count(chat, client)
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> bytes:
         """The JSON that answers /tokenize."""

@@ -9,7 +9,7 @@ from kvrail.services.router.generate.output import PromptOutput
 from kvrail.services.router.generate.prompt import PromptStream, Route
 from kvrail.services.router.plan.translate import Plan
 from kvrail.services.router.values import Ended, Updates
-from kvrail.telemetry.moments import Moment
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import Span
 from kvrail.values.kv_cache import EXACT
 from kvrail.wire.v1 import decode_pb2
@@ -117,9 +117,10 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def adopt_marks(self) -> None:
-        """Take over the marks of the stream that finished last: it decided how long the request took."""
+    def adopt_marks(self) -> Timeline:
+        """The request's timeline, with the marks of the stream that finished last: it decided how long it all took."""
         found = [[(moment, ended.offset + seconds) for moment, seconds in ended.marks] for ended in self._ended]
         if found:
             last = max(found, key=lambda marks: max((seconds for _, seconds in marks), default=0.0))
             self._timeline.merge(last, anchor=Moment.DISPATCHED)
+        return self._timeline

@@ -97,7 +97,10 @@ class PromptStream:
             yield output.nothing_scored()
         again = False
         while True:
-            self._keep_to_the_weights()
+            weights = route.pool.fingerprint
+            if self._begun and self._request.model_fingerprint != weights:
+                raise WorkerUnavailableError("other weights have been loaded since this request began; ask again")
+            self._request.model_fingerprint = weights  # workers of others refuse the request
             self._turn.needs(self._needed)
             reserved = await route.dispatcher.place(self._turn, route.time_left(), again=again)
             again = True
@@ -187,10 +190,3 @@ class PromptStream:
         del request.prefill_workers[:], request.prefill_instances[:]
         request.prefill_workers.extend(each.target for each in reserved.prefill)
         request.prefill_instances.extend(each.instance for each in reserved.prefill)
-
-    def _keep_to_the_weights(self) -> None:
-        """Have workers of other weights refuse the request; raises if no worker has those that it began on."""
-        now = self._route.pool.fingerprint
-        if self._begun and self._request.model_fingerprint != now:
-            raise WorkerUnavailableError("other weights have been loaded since this request began; ask again")
-        self._request.model_fingerprint = now

@@ -6,7 +6,7 @@ does), and decode each network read by itself, which may end within a character.
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvrail.services.router.values import Delta
 DONE = b"data: [DONE]\n\n"
 PIECE = 64
 """Elements of a list that are encoded at once; with twenty likely tokens each that takes some 2 ms."""
-_MARK = uuid.uuid4().hex
+MARK = uuid.uuid4().hex
 """Stands for the text in a template; no client can have put it into an answer."""
 
 
@@ -58,32 +58,18 @@ def encode_named(value: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (str(value["type"]).encode(), encode_json(value))
 
 
-class TextEvents:
-    """Events of chunks that bring text and nothing else.
+class TextEvent:
+    """The event of a chunk that brings text and nothing else: the chunks of one choice differ in that text alone."""
 
-    The chunks of one choice differ in the text alone, so each choice's chunk is built once, around a mark, and cut
-    there: the bytes are those that `encode_event` would give.
-    """
+    def __init__(self, chunk: dict[str, Any]) -> None:
+        """chunk: one of the choice's, whose text is MARK."""
+        self._before, _, self._after = encode_event(chunk).decode().partition(f'"{MARK}"')
 
-    def __init__(self, build: Callable[[Delta], dict[str, Any] | None]) -> None:
-        """build: makes the chunk of a delta."""
-        self._build = build
-        self._halves: dict[int, tuple[str, str]] = {}
-
-    def encode(self, delta: Delta) -> bytes:
-        """The event of a delta with text, without log probabilities, that does not end its choice."""
-        halves = self._halves.get(delta.index)
-        if halves is None:
-            halves = self._halves[delta.index] = self._cut(delta.index)
-        return f"{halves[0]}{encode_basestring_ascii(delta.text)}{halves[1]}".encode()
-
-    def _cut(self, index: int) -> tuple[str, str]:
-        chunk = self._build(Delta(index, _MARK, (), (), None, None))
-        assert chunk is not None
-        before, _, after = encode_event(chunk).decode().partition(f'"{_MARK}"')
-        return before, after
+    def encode(self, text: str) -> bytes:
+        """The bytes that `encode_event` would give for the chunk with this text."""
+        return f"{self._before}{encode_basestring_ascii(text)}{self._after}".encode()
 
 
 def is_plain(delta: Delta) -> bool:
-    """Whether `TextEvents` can write the delta."""
+    """Whether a `TextEvent` can bring the delta."""
     return bool(delta.text) and not delta.logprobs and delta.finish_reason is None

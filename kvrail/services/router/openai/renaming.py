@@ -1,7 +1,8 @@
 """Requests of other APIs as chat requests, with errors that name the other API's parameters."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -9,7 +10,6 @@ from kvrail.errors import InvalidRequestError
 from kvrail.services.router.errors import from_validation
 from kvrail.services.router.schema import ChatRequest
 
-T = TypeVar("T")
 Rename = Callable[[str], str]
 
 
@@ -22,10 +22,11 @@ def as_chat(body: dict[str, Any], rename: Rename) -> tuple[ChatRequest, Rename]:
         _raise(from_validation(found, body), rename)
 
 
-async def renamed(work: Awaitable[T], rename: Rename) -> T:
-    """Return what `work` returns; its InvalidRequestError names the other API's parameter."""
+@contextmanager
+def renamed(rename: Rename) -> Iterator[None]:
+    """Inside, an InvalidRequestError names the other API's parameter."""
     try:
-        return await work
+        yield
     except InvalidRequestError as error:
         _raise(error, rename)
 

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from kvrail.errors import KvrailError
 from kvrail.services.router.errors import to_http
-from kvrail.services.router.openai.events import DONE, TextEvents, encode_event, is_plain
+from kvrail.services.router.openai.events import DONE, MARK, TextEvent, encode_event, is_plain
 from kvrail.services.router.openai.formats import Format
 from kvrail.services.router.openai.usage import usage_so_far
 from kvrail.services.router.plan.translate import Plan
@@ -59,7 +59,7 @@ class ChunkWriter:
         self._include_usage = request.include_usage  # in a last chunk
         self._continuous_usage = request.continuous_usage  # what it is so far, in each chunk
         self._tokens = 0
-        self._texts = TextEvents(self._chunk)
+        self._texts: dict[int, TextEvent] = {}  # by choice
 
     def opening(self) -> bytes:
         """Each choice's role, or its echoed prompt."""
@@ -73,7 +73,12 @@ class ChunkWriter:
         if isinstance(update, Delta):
             self._tokens += len(update.token_ids)
             if not self._continuous_usage and self._form.simple and is_plain(update):
-                return self._texts.encode(update)
+                event = self._texts.get(update.index)
+                if event is None:
+                    chunk = self._chunk(Delta(update.index, MARK, (), (), None, None))
+                    assert chunk is not None, "a chunk shows its text"
+                    event = self._texts[update.index] = TextEvent(chunk)
+                return event.encode(update.text)
         chunk = self._chunk(update)
         return b"" if chunk is None else encode_event(chunk)
 

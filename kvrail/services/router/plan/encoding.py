@@ -71,7 +71,9 @@ class Encoder:
         """
         if keep is not None:
             return _last(await self.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=tools), keep)
-        template = self._template(request)
+        template = request.chat_template
+        if template is not None and not self._trust_templates:
+            refuse("chat_template", "this server takes none (--trust-request-chat-template); leave it out")
         source = self._tokenizer.chat_template if template is None else template
         documents = _documents(request, source)
         arguments = _template_arguments(request.chat_template_kwargs)
@@ -172,13 +174,6 @@ class Encoder:
         """The stop strings that are special tokens, by token id: these are skipped in text, so no text would match."""
         found = {self._tokenizer.special_id(text): text for text in stop}
         return {token_id: text for token_id, text in found.items() if token_id is not None}
-
-    def _template(self, request: ChatRequest | TokenizeRequest) -> str | None:
-        """The chat template that a request brings, if any; InvalidRequestError where it may bring none."""
-        template = request.chat_template
-        if template is not None and not self._trust_templates:
-            refuse("chat_template", "this server takes none (--trust-request-chat-template); leave it out")
-        return template
 
     def _refuse_longer(self, text: str, most: int, most_chars: int | None) -> None:
         """Raise ContextLengthError where a text is too long to be encoded."""
