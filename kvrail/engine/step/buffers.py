@@ -41,7 +41,7 @@ class StepSize:
 
 
 def decode_size(
-    rows: int, width: int, kv_heads: int, tokens: int = 0, *, closed: bool = False, slots: int = 1
+    rows: int, width: int, kv_heads: int, tokens: int = 0, closed: bool = False, slots: int = 1
 ) -> StepSize:
     """At most `rows` sequences with one new token each and page tables of `width` pages, padded to `tokens`."""
     return StepSize(Extents(max(rows, tokens), rows, width, rows, 0, kv_heads, closed), draws=rows, slots=slots)

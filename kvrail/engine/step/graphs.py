@@ -80,9 +80,8 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._last_layer = len(loaded.layers) - 1
         self._near_end = max(0, round(self._last_layer * (1 - LEFT)))  # behind this layer, a step nears its end
-        layout, pages = cache.layout, cache.layer(0)
-        width = min(layout.pages_for(loaded.max_model_len), cache.num_pages)
-        group = -(-len(loaded.layers) // GROUPS)
+        layout, pages, closed = cache.layout, cache.layer(0), cache.slots is not None
+        width, group = min(layout.pages_for(loaded.max_model_len), cache.num_pages), -(-len(loaded.layers) // GROUPS)
         begin, free = perf_counter(), torch.cuda.mem_get_info(loaded.device)[0]
         gc.collect()
         torch.cuda.empty_cache()
@@ -96,7 +95,7 @@ class StepGraphs:
                     layout.num_kv_heads,
                     max_running + VERIFIED_ROWS,
                     queries_of_a_block(layout, loaded.dtype, tokens),
-                    closed=cache.slots is not None,
+                    closed=closed,
                     slots=slots_of(pages, loaded.dtype, min(tokens, max_running)),
                 ),
                 {*range(group - 1, self._last_layer, group), self._last_layer},
@@ -105,14 +104,7 @@ class StepGraphs:
         ][::-1]
         self._decodes = [
             self._capture(
-                decode_size(
-                    rows,
-                    width,
-                    layout.num_kv_heads,
-                    min_rows,
-                    closed=cache.slots is not None,
-                    slots=slots_of(pages, loaded.dtype, rows),
-                ),
+                decode_size(rows, width, layout.num_kv_heads, min_rows, closed, slots_of(pages, loaded.dtype, rows)),
                 {self._near_end},
             )
             for rows in reversed(batch_sizes(max_running))

@@ -65,11 +65,11 @@ def tuning_for(shape: HeadShape, rows: int, code_bits: int | None = None) -> Dec
     few = rows <= _FEW_ROWS
     if block_of(shape) < 64:
         return DecodeTuning(stages=2)
-    if (code_bits is None and shape.page_bytes > 1) or (code_bits == 0 and few):
+    if (few and not code_bits) or (code_bits is None and shape.page_bytes > 1):
         return DecodeTuning(stages=5, programs=2)
     if code_bits == 0:
         return DecodeTuning(stages=5, programs=3, registers=168)
-    return DecodeTuning(stages=5, programs=2, registers=168) if few else DecodeTuning(stages=5, registers=128)
+    return DecodeTuning(stages=5, registers=168 if few else 128)
 
 
 def tuning_over(layer: LayerPages, dtype: torch.dtype, rows: int) -> DecodeTuning:
@@ -225,11 +225,8 @@ def _decode_kernel(
 
     group, key_dim = tl.arange(0, GROUP_PADDED), tl.arange(0, KEY_DIM_PADDED)
     live, head = group < GROUP, kv_head * GROUP + group
-    q = tl.load(
-        query + row * query_stride_row + head[:, None] * query_stride_head + key_dim[None, :],
-        mask=live[:, None] & (key_dim < KEY_DIM)[None, :],
-        other=0.0,
-    )
+    at = query + row * query_stride_row + head[:, None] * query_stride_head + key_dim[None, :]
+    q = tl.load(at, mask=live[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
     position = tl.full([1], kv_len - 1, tl.int32)
     pools, closed_pool = (keys, values, key_scales, value_scales), (closed_pages, spare, unit_bytes)
     parts = (part_out, part_top, part_total, (row * KV_HEADS * GROUP + head) * part_stride - part_of(first))
@@ -240,16 +237,16 @@ def _decode_kernel(
         closed = tl.maximum(begin, tl.minimum(LEAD, end))
         before, part = add_open_blocks(
             q, pools, table, kv_head, begin, closed, end, position, kv_len, scale, softcap, parts, folds, live, before,
-            part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK,
-            WINDOW, SOFTCAP, LIMIT > 0, SEVERED, open_stages_of(CODE_BITS),
+            part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
+            LIMIT > 0, SEVERED, open_stages_of(CODE_BITS),
         )  # fmt: skip
     opened = closed
     if BOTH_TILES:
         opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + row), end))
         before, part = add_closed_blocks(
             q, closed_pool, table, kv_head, closed, opened, end, position, kv_len, scale, softcap, parts, folds, live,
-            before, part, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE,
-            BOTH_TILES, CODE_BITS, ASSEMBLED,
+            before, part, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES,
+            CODE_BITS, ASSEMBLED,
         )  # fmt: skip
     before, part = add_open_blocks(
         q, pools, table, kv_head, opened, end, end, position, kv_len, scale, softcap, parts, folds, live, before, part,
