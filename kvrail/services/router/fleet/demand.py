@@ -2,7 +2,7 @@
 
 import math
 
-SECONDS = 10.0
+SECONDS = 5.0
 """Time constant of the mean: longer than a burst, shorter than a change of the load that must be followed."""
 IDLE_S = 2 * SECONDS
 """Without prompts for this time, the mean begins again."""

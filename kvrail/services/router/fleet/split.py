@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 MIXED = 0.7
 """Part of a prompt's time that sequences beside it wait for: a step reads the weights once for both."""
-SPARE = 0.16
+SPARE, STAYS_SPARE = 0.16, -0.3
 """Part of their time that workers for prompts have to spare for prompts to be split off, so that these wait little
-however they come."""
-HELPED, STAYS_HELPED = -0.12, -0.3
-"""Less than none to spare, the other workers help: where no split has time to spare, this much is enough for prompts to
-be split off, and to stay so while they wait little."""
+however they come, and to stay so while they wait little. Less than none: the others help with what waits too long."""
 MOST_SPARE = 0.3
 """Time to spare of k workers, at most this times sqrt(k) of one: many level out what comes at random."""
 WAIT = 0.8
@@ -72,21 +69,16 @@ def best_split(fleet: Fleet, before: int | None, ttft_s: float = math.inf, gap_s
 
     ttft_s, gap_s: limits.
     """
-    split, together, late = fewest(fleet, SPARE), fleet.together_s(), fleet.wait_s > WAIT * ttft_s
-    if before is None:
-        if not late and fleet.apart_s(split) * LONGER >= together:
-            split = fewest(fleet, HELPED)
-    elif late:
-        split = max(split, before + 1)
-    elif before == split + 1 or _suffice(fleet, before, split):
+    split = fewest(fleet, SPARE)
+    if before is not None and (before == split + 1 or _suffice(fleet, before, split, ttft_s)):
         split = before
-    apart = fleet.apart_s(split)
+    apart, together = fleet.apart_s(split), fleet.together_s()
     if (apart > gap_s) != (together > gap_s):
         return split if together > gap_s else None
     return split if apart * (LONGER if before is None else STAYS_LONGER) < together else None
 
 
-def _suffice(fleet: Fleet, before: int, split: int) -> bool:
-    """Whether fewer workers than `split` stay enough, with help, and one more would make gaps longer."""
-    enough = fewest(fleet, STAYS_HELPED) <= before < split
+def _suffice(fleet: Fleet, before: int, split: int, ttft_s: float) -> bool:
+    """Whether fewer workers than `split` stay enough: prompts wait little, and one more would make gaps longer."""
+    enough = fewest(fleet, STAYS_SPARE) <= before < split and fleet.wait_s <= WAIT * ttft_s
     return enough and fleet.apart_s(before) * LONGER < fleet.apart_s(split)
