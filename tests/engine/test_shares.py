@@ -32,6 +32,8 @@ def test_each_row_is_there_once(kv_heads: int, slots: int) -> None:
             assert sorted(counts) == list(range(rows))
             assert sorted(named) == [(row, n, count) for row, count in sorted(counts.items()) for n in range(count)]
             assert shares[len(named) :] == [[-1, -1, -1]] * (len(shares) - len(named))
+            tokens = [lengths[row] / count for row, _, count in named]
+            assert tokens == sorted(tokens, reverse=True)
 
 
 @pytest.mark.parametrize(
