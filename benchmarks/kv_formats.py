@@ -1,19 +1,22 @@
 """Decode attention over closed pages beside bfloat16 pages, and the rates of closing and opening, on a GPU.
 
     python -m benchmarks.kv_formats [--forms lossless,int8,int4,kvcomp,rot3] [--escapes 0,1e-4,1e-3]
-        [--loads 64x2048,1x32768] [--sweep [5:0,5:168]] [--no-rates] [--open]
+        [--loads 64x2048,64~2048,64~~2048] [--sweep [5:0,5:168]] [--no-rates] [--open]
 
 One layer of Qwen3-8B's shape: 32 heads over 8 KV heads of 128, pages of 64 tokens. KV is drawn: normal, each channel of
 another scale, and a share of values so small that they are escapes, beside some 5e-5 that are so by themselves. Each
 time is the median of replays of a captured graph whose launches go over several layers, so that no cache holds their
-pages. Both kernels must give the same bits, or the benchmark fails; beside lossy pages, whose sequences begin
-with an open page, bfloat16 pages hold what these give opened. --sweep: also other launch parameters. --open: no page is
-closed yet, as with short requests, in a pool that can close pages. A form may also be one of SCALED.
+pages. 64~2048: lengths are drawn evenly from 0.05 to 1.95 of that, 64~~2048: lognormal with a deviation of 1.1, at most
+eight times that. Both kernels must give the same bits, or the benchmark fails; beside lossy pages, whose sequences
+begin with an open page, bfloat16 pages hold what these give opened. --sweep: also other launch parameters. --open: no
+page is closed yet, as with short requests, in a pool that can close pages. A form may also be one of SCALED.
 """
 
 import argparse
 import functools
 import itertools
+import random
+import re
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -44,11 +47,12 @@ SWEEP = ",".join(f"{stages}:{registers}" for stages in (3, 4, 5, 7) for register
 
 
 class Load:
-    """`batch` sequences of `context` tokens in pages of both forms, each with one new token."""
+    """Sequences of such lengths in pages of both forms, each with one new token."""
 
-    def __init__(self, form: str, batch: int, context: int, escapes: float, opened: bool = False) -> None:
+    def __init__(self, form: str, lengths: Sequence[int], escapes: float, opened: bool = False) -> None:
         torch.manual_seed(0)
         self.form = form
+        batch, context = len(lengths), -(-max(lengths) // TOKENS) * TOKENS
         pages = batch * context // TOKENS
         self.layers = -(-_PLAIN_BYTES // (pages * layout_of(1).page_bytes))
         self._fill(pages, batch, escapes)
@@ -56,9 +60,9 @@ class Load:
         order = torch.randperm(pages, device="cuda").view(batch, -1)
         last = torch.arange(pages, pages + batch, device="cuda")[:, None]
         self.table = torch.cat([order, last], 1).int()
-        self.lengths = torch.full((batch,), context + 1, dtype=torch.int32, device="cuda")
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda") + 1
         self.shares: dict[int, torch.Tensor] = {}  # by slots
-        self.closed_tokens = torch.zeros_like(self.lengths) if opened else self.lengths - 1
+        self.closed_tokens = torch.zeros_like(self.lengths) if opened else (self.lengths - 1) // TOKENS * TOKENS
         self.counters = torch.zeros(batch * KV_HEADS, dtype=torch.int32, device="cuda")
         self.query = torch.randn(batch, HEADS, DIM, device="cuda").bfloat16()
         self.key, self.value = torch.randn(2, batch, KV_HEADS, DIM, device="cuda").bfloat16()
@@ -134,6 +138,19 @@ class Load:
         form = Tile(DIM)
         words = self.closed.pages.view(torch.int32).unflatten(-1, (2, form.bytes // 4))
         return float((words[..., -GROUPS * SLOTS] & RAW).ne(0).float().mean())
+
+
+def lengths_of(name: str) -> list[int]:
+    """The lengths of a load's sequences: 64x2048, 64~2048 or 64~~2048."""
+    batch, mean = map(int, re.split(r"x|~+", name))
+    draws = random.Random(1)
+    if "x" in name:
+        return [mean] * batch
+    if "~~" in name:
+        drawn = [min(8.0, draws.lognormvariate(-0.6, 1.1)) for _ in range(batch)]
+    else:
+        drawn = [draws.uniform(0.05, 1.95) for _ in range(batch)]
+    return [max(TOKENS, round(mean * times)) for times in drawn]
 
 
 def pool_of(form: str, layers: int, pages: int, units: int, device: str) -> ClosedPages:
@@ -264,10 +281,10 @@ def main() -> None:
     print("| form | sequences x tokens | escapes added | raw tiles | bfloat16, us | closed, us | of bfloat16 | |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for form, name in itertools.product(forms, filter(None, arguments.loads.split(","))):
-        batch, context = map(int, name.split("x"))
+        lengths = lengths_of(name)
         shares = [0.0] if FORMS.get(form, True) else [*map(float, arguments.escapes.split(","))]
         for number, escapes in enumerate(shares):
-            load = Load(form, batch, context, escapes, arguments.open)
+            load = Load(form, lengths, escapes, arguments.open)
             same &= measure(load, name, escapes, () if number else sweep)
             del load
             torch.cuda.empty_cache()
