@@ -64,13 +64,13 @@ def test_decode(shape: dict, processors: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 700])
 @pytest.mark.parametrize(
-    "lengths", [[5000] * 3, [900, 4000, 1, 2900, 300, 256], [9000, 40, 70], [1300] * 7 + [0, 0]], ids=str
+    "lengths", [[2300] * 3, [900, 2600, 1, 1900, 300, 256], [9000, 40, 70], [1300] * 7 + [0, 0]], ids=str
 )
 def test_no_share_changes_a_bit(lengths: list[int], window: int) -> None:
     case = make_case([(1, max(1, length)) for length in lengths], window=window, heads=2, kv_heads=1)
     case.plan = [(1, length) for length in lengths]
     wanted = decode(copy.deepcopy(case), 0)
-    for processors in (1, 2, 5, 30):
+    for processors in (1, 5, 30):
         assert torch.equal(decode(copy.deepcopy(case), processors), wanted)
 
 

@@ -103,7 +103,7 @@ def test_heads_of_128(cache: Path) -> None:
 
 
 def test_scaled_pages(cache: Path) -> None:
-    in_a_child(compile_scaled, ["float8_e4m3fn", "float8_e5m2"], cache=cache)
+    in_a_child(compile_scaled, ["float8_e5m2"], cache=cache)  # the other one: below
 
 
 @pytest.mark.parametrize(
