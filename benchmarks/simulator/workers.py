@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
-from kvrail.engine.schedule.chunks import StepBudget
+from kvrail.engine.schedule.chunks import ENOUGH_TOKENS, StepBudget
 from kvrail.engine.schedule.cost import StepCostModel
 from kvrail.services.router.fleet.demand import TokenRate
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
@@ -343,6 +343,8 @@ class SimBoth(SimWorker):
             prompt_s += tokens * (speed.prefill_s + before * speed.attend_s) * (speed.mixed if decoding else 1.0)
             prompt.missing -= tokens
             left -= tokens
+            if not prompt.missing and most - left >= ENOUGH_TOKENS:
+                break
         step_s = speed.step_s + speed.each_s * decoding if decoding else 0.0
         self.busy_s += prompt_s
         self.prefilled += most - left

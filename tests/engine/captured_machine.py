@@ -143,7 +143,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(cuda, "queries_of_a_block", lambda layout, dtype, tokens: QUERIES)
-    monkeypatch.setattr(cuda, "slots_of", lambda layer, dtype, rows: 4)
+    monkeypatch.setattr(cuda, "programs_at_once", lambda layer, dtype, rows: 4)
     monkeypatch.setattr(sampling_kernels, "launch_draw", launch_draw)
     monkeypatch.setattr(StepGraphs, "_capture", capture)
     monkeypatch.setattr(sampler, "Readback", lambda tensor: Readback(tensor.clone()))  # enqueued before the next step

@@ -142,7 +142,7 @@ def test_meta_survives_the_way_through_the_model() -> None:
     packed = pack([SequenceSlice([5], 8, [2, 7], 1), SequenceSlice([1, 2, 3], 0, [5], 1)], page_size=8)
     extents = Extents(tokens=6, sequences=3, width=4, rows=2, blocks=5, kv_heads=3)
     data = np.full(extents.words(), 9, np.int32)
-    fill_meta(extents.sections(data), packed, query_blocks(packed, 2, 6), slots=8)
+    fill_meta(extents.sections(data), packed, query_blocks(packed, 2, 6), programs=8)
     back = decode(torch.from_numpy(data), extents.plan())
     assert back.slots.tolist() == [-1, 40, 41, 42, -1, -1]  # one new token alone is stored by attention itself
     assert back.page_tables[:2].tolist() == [[2, 7, 9, 9], [5, 0, 9, 9]]

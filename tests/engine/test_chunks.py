@@ -3,6 +3,7 @@
 import pytest
 
 from kvrail.engine.request.events import Output
+from kvrail.engine.schedule import chunks, scheduler
 from tests.engine.bench import Bench
 from tests.engine.page_machine import expected
 
@@ -69,6 +70,28 @@ def test_the_whole_budget_of_a_step_is_used():
     bench.engine.step()
     work = bench.scheduler.schedule()
     assert sum(item.count for item in work) == BUDGET
+
+
+def test_a_step_takes_up_no_prompt_beside_one_that_ends_once_it_has_enough(monkeypatch):
+    monkeypatch.setattr(chunks, "ENOUGH_TOKENS", 8)
+
+    counted: list[list[int]] = []
+    kept = chunks.share
+    monkeypatch.setattr(
+        scheduler, "share", lambda *given: counted.append([n for n in kept(*given) if n]) or kept(*given)
+    )
+    for lengths, wanted in (
+        ((8, 8), [[8], [8]]),
+        ((12, 12), [[12], [12]]),
+        ((3, 3, 3, 3), [[3, 3, 3], [3]]),
+        ((40, 3, 3), [[8, 3], [8, 3], [16], [8]]),  # the oldest has half of a step, whatever ends
+    ):
+        counted.clear()
+        bench = Bench(num_pages=64, max_batch_tokens=BUDGET)
+        for number, length in enumerate(lengths):
+            bench.submit(str(number), prompt(length, number), max_tokens=1)
+        bench.run()
+        assert [each for each in counted if each] == wanted, lengths
 
 
 def test_a_request_of_many_sequences_leaves_places_for_others():

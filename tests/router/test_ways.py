@@ -193,8 +193,8 @@ def test_a_load_that_varies_changes_no_roles():
 
 
 def test_workers_with_nothing_to_spare_compute_for_all_while_prompts_do_not_wait():
-    """As they do not in a closed loop, where the others help; where prompts wait, all workers compute them."""
-    for prompts, wait_s, found in ((1.25, 0.3, 1), (1.25, 0.45, None), (1.35, 0.0, None), (0.8, 0.45, 1)):
+    """As they do not in a closed loop; where prompts wait, or are too many, all workers compute them."""
+    for prompts, wait_s, found in ((0.98, 0.15, 1), (0.98, 0.25, None), (1.05, 0.0, None), (0.8, 0.25, 1)):
         assert best_split(two(prompts, 60, wait_s=wait_s), 1, ttft_s=0.5) == found
 
 
@@ -203,7 +203,7 @@ def test_one_more_worker_computes_prompts_early_where_gaps_hardly_get_longer():
     eight = {"decoding": 8, "both": 8}
     assert best_split(two(2.8, 99, **eight), 3, 0.5) == 4
     assert best_split(two(2.8, 400, **eight), 3, 0.5) == 3
-    assert best_split(two(2.8, 400, **eight, wait_s=0.45), 3, 0.5) == 4
+    assert best_split(two(2.8, 400, **eight, wait_s=0.25), 3, 0.5) == 4
 
 
 def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
@@ -212,8 +212,8 @@ def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
         first = worker("a", tokens_per_s=37_000, backlog=backlog)
         return Snapshot(*[[first, worker("b", sequences=30)]] * 2, Slo(), 1, {kind: waited_s}).kind("").split
 
-    assert split(0.0, 0) == split(0.0, 8_000) == split(0.3, 0) == 1
-    assert split(0.0, 20_000) is split(0.45, 0) is split(0.3, 8_000) is None
+    assert split(0.0, 0) == split(0.0, 4_000) == split(0.15, 0) == 1
+    assert split(0.0, 10_000) is split(0.25, 0) is split(0.15, 4_000) is None
     assert split(9.0, 0, kind="int4") == 1  # they wait for other workers
 
 

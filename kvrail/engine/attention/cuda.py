@@ -59,7 +59,7 @@ def paged_attention(
     return out
 
 
-def slots_of(layer: LayerPages, dtype: torch.dtype, rows: int) -> int:
+def programs_at_once(layer: LayerPages, dtype: torch.dtype, rows: int) -> int:
     """Programs that compute `rows` sequences with one new token at once, over such pages, for a model in `dtype`."""
     return tuning_over(layer, dtype, rows).programs * _processors(layer.keys.device)
 

@@ -30,14 +30,14 @@ def room_for(rows: int, kv_heads: int) -> int:
     return rows + -(-(_FEW if rows <= _FEW_ROWS else _MANY) // kv_heads) if rows else 0
 
 
-def shares_of(lengths: Ints, kv_heads: int, slots: int) -> Ints:
+def shares_of(lengths: Ints, kv_heads: int, programs: int) -> Ints:
     """Shares of sequences, the longest first: [room_for(rows, kv_heads), SHARE_FIELDS].
 
-    lengths: [rows], in tokens; 0: there is none. slots: programs that run at once.
+    lengths: [rows], in tokens; 0: there is none. programs: how many run at once.
     """
     room, pieces = room_for(len(lengths), kv_heads), np.ones(len(lengths), np.int64)
     if len(live := np.flatnonzero(lengths)):
-        pieces[live] = _pieces(lengths[live].astype(np.int64), kv_heads, slots)
+        pieces[live] = _pieces(lengths[live].astype(np.int64), kv_heads, programs)
     while pieces.sum() > room:
         pieces = np.maximum(3 * pieces // 4, 1)
     order = np.argsort(-lengths / pieces, kind="stable")
@@ -48,20 +48,21 @@ def shares_of(lengths: Ints, kv_heads: int, slots: int) -> Ints:
     return shares
 
 
-def _pieces(lengths: Ints, kv_heads: int, slots: int) -> Ints:
+def _pieces(lengths: Ints, kv_heads: int, programs: int) -> Ints:
     """How many programs share each sequence, for each KV head.
 
-    Sequences of about one length have one. Those that are left when they have filled the slots, once or often, have as
-    many as make them end first: else many slots would wait for as long as a sequence takes. Sequences of many lengths
-    are cut into shares of half of what a slot has to do, so that short ones fill the gaps beside long ones.
+    Sequences of about one length have one. Those that are left when they have filled, once or often, what runs at once
+    have as many as make them end first: else many programs would wait for as long as a sequence takes. Sequences of
+    many lengths are cut into shares of half of what a program has to do, so that short ones fill the gaps beside long
+    ones.
     """
     count, total = len(lengths), int(lengths.sum())
     if lengths.max() * count <= _EVEN * total:
         pieces: Ints = np.ones(count, np.int64)
-        if left := count * kv_heads % slots:
-            tried = np.arange(1, 1 + max(_TRIED, slots // left))
-            taken = -(-left * tried // slots) * (1 / tried + _SHARING)
+        if left := count * kv_heads % programs:
+            tried = np.arange(1, 1 + max(_TRIED, programs // left))
+            taken = -(-left * tried // programs) * (1 / tried + _SHARING)
             pieces[count - -(-left // kv_heads) :] = tried[taken.argmin()]
     else:
-        pieces = -(-2 * slots * lengths // (total * kv_heads))
+        pieces = -(-2 * programs * lengths // (total * kv_heads))
     return np.clip(pieces, 1, -(-lengths // _LEAST))

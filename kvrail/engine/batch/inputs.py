@@ -75,7 +75,8 @@ def _cuda_inputs(
     feed: Feed | None,
     min_rows: int,
 ) -> StepInputs:
-    from kvrail.engine.attention.cuda import queries_of_a_block, slots_of  # needs triton, which a CPU worker does not
+    # Needs triton, which a CPU worker does not.
+    from kvrail.engine.attention.cuda import programs_at_once, queries_of_a_block
 
     tokens = max(min_rows, len(packed.token_ids))
     blocks = query_blocks(packed, queries_of_a_block(cache.layout, dtype, tokens), tokens)
@@ -89,7 +90,7 @@ def _cuda_inputs(
         closed=packed.closed_tokens is not None,
     )
     data = np.zeros(extents.words(), np.int32)
-    fill_meta(extents.sections(data), packed, blocks, slots_of(cache.layer(0), dtype, packed.decodes))
+    fill_meta(extents.sections(data), packed, blocks, programs_at_once(cache.layer(0), dtype, packed.decodes))
     fed = np.asarray(feed.rows if feed else (), np.int64)
     arrays = (
         _padded(array, max(0, size - len(array)))
@@ -115,10 +116,10 @@ def take_fed(token_ids: torch.Tensor, drawn: torch.Tensor, rows: torch.Tensor) -
     torch.where(rows < 0, known, drawn[rows.clamp(min=0)].clamp(min=0), out=known)
 
 
-def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints, slots: int) -> None:
+def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints, programs: int) -> None:
     """Write a step into sections on the host, which may be longer; the rest of them becomes padding.
 
-    slots: programs that compute sequences with one new token at once.
+    programs: how many compute sequences with one new token at once.
     """
     rows, tokens = packed.decodes, len(packed.token_ids)
     sequences, width = packed.page_tables.shape
@@ -128,7 +129,7 @@ def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints, slots: int) -> N
     meta.page_tables[:sequences, :width] = packed.page_tables
     meta.kv_lens[:rows] = packed.plan[:rows, 1]
     meta.kv_lens[rows:] = 0
-    fill_shares(meta, slots)
+    fill_shares(meta, programs)
     meta.blocks[: len(blocks)] = blocks
     meta.blocks[len(blocks) :] = 0
     if packed.closed_tokens is not None:
@@ -136,10 +137,10 @@ def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints, slots: int) -> N
         meta.closed_tokens[sequences:] = 0
 
 
-def fill_shares(meta: StepMeta, slots: int) -> None:
-    """Write the shares of the sequences whose lengths are there. slots: see `fill_meta`."""
+def fill_shares(meta: StepMeta, programs: int) -> None:
+    """Write the shares of the sequences whose lengths are there. programs: see `fill_meta`."""
     if rows := len(meta.kv_lens):
-        meta.shares[:] = shares_of(meta.kv_lens, len(meta.counters) // rows, slots)
+        meta.shares[:] = shares_of(meta.kv_lens, len(meta.counters) // rows, programs)
 
 
 def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:

@@ -13,6 +13,11 @@ larger chunks: 8 streams of 8,000 tokens that overload a prefill worker had thei
 USED_GAP = 0.9
 """Part of the gap limit that a step takes on average: some steps take longer than others, and tokens travel."""
 
+ENOUGH_TOKENS = 1024
+"""With as many tokens a step is as fast as with more: 39,500 a second with 1,024 or 2,048 (an 8B model, an H200). Once
+a step has them and ends a prompt, it takes up no other one: that would delay the first token of the prompt that ends,
+and bring its own no earlier."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
@@ -54,13 +59,15 @@ class StepBudget:
 def share(prompts: List[tuple[Sequence, int]], ends: List[int], tokens: int, rows: int) -> list[int]:
     """Tokens of each prompt's next chunk: half of them for the oldest prompt, then for those that lack the fewest.
 
+    A step that has ENOUGH_TOKENS when it ends a prompt computes no more.
+
     prompts: oldest first, each with the number of tokens that are computed. ends: where each one's chunk has to end.
     tokens: most tokens of all chunks. rows: most rows of logits; a prompt that is scored takes one a token.
     """
     counts = [0] * len(prompts)
     if not prompts:
         return counts
-    missing = [len(sequence.token_ids) - start for sequence, start in prompts]
+    missing, enough = [len(sequence.token_ids) - start for sequence, start in prompts], tokens - ENOUGH_TOKENS
     turns = sorted(range(len(prompts)), key=missing.__getitem__)  # the oldest first among equals
     for number, most in ((0, -(-tokens // 2)), *((number, tokens) for number in turns)):
         sequence, start = prompts[number]
@@ -72,4 +79,6 @@ def share(prompts: List[tuple[Sequence, int]], ends: List[int], tokens: int, row
             rows -= max(0, count - known) - taken
         counts[number] = count
         tokens -= count - before
+        if count == missing[number] and tokens <= enough:
+            break
     return counts

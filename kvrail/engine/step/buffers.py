@@ -21,15 +21,15 @@ class StepSize:
     """The size of a step that is captured: the most that it holds.
 
     logit_rows: rows of logits; 0: one for every token. queries: most queries of a block (see attention.meta); 0: no
-    sequence has more than one new token. draws: rows of logits from which the step draws by itself. slots: programs
-    that compute sequences with one new token at once.
+    sequence has more than one new token. draws: rows of logits from which the step draws by itself. programs:
+    how many compute sequences with one new token at once.
     """
 
     extents: Extents
     logit_rows: int = 0
     queries: int = 0
     draws: int = 0
-    slots: int = 1
+    programs: int = 1
 
     def starts(self) -> list[int]:
         """Where each of `Sections` begins in a buffer, and where it ends."""
@@ -41,10 +41,10 @@ class StepSize:
 
 
 def decode_size(
-    rows: int, width: int, kv_heads: int, tokens: int = 0, closed: bool = False, slots: int = 1
+    rows: int, width: int, kv_heads: int, tokens: int = 0, *, closed: bool = False, programs: int = 1
 ) -> StepSize:
     """At most `rows` sequences with one new token each and page tables of `width` pages, padded to `tokens`."""
-    return StepSize(Extents(max(rows, tokens), rows, width, rows, 0, kv_heads, closed), draws=rows, slots=slots)
+    return StepSize(Extents(max(rows, tokens), rows, width, rows, 0, kv_heads, closed), draws=rows, programs=programs)
 
 
 def mixed_size(
@@ -56,12 +56,12 @@ def mixed_size(
     queries: int,
     *,
     closed: bool = False,
-    slots: int = 1,
+    programs: int = 1,
 ) -> StepSize:
     """At most `tokens` new tokens of at most `sequences` sequences, each with one or more of them."""
     rows, blocks = min(tokens, sequences), most_blocks(tokens, sequences, queries)
     extents = Extents(tokens, sequences, width, rows, blocks, kv_heads, closed)
-    return StepSize(extents, min(tokens, logit_rows), queries, slots=slots)
+    return StepSize(extents, min(tokens, logit_rows), queries, programs=programs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +108,7 @@ class StepBuffer:
         self._random = False  # whether some of `_draws` are not greedy
         self._meta: StepMeta = size.extents.sections(here.data.numpy())
         self._meta.slots[:] = -1
-        fill_shares(self._meta, size.slots)
+        fill_shares(self._meta, size.programs)
         if size.queries:
             idle = idle_blocks(0, size.extents.tokens, size.queries)
             self._meta.blocks[: len(idle)] = idle
@@ -133,7 +133,7 @@ class StepBuffer:
         blocks = np.zeros((0, BLOCK_FIELDS), np.int64)
         if size.queries:
             blocks = query_blocks(packed, size.queries, size.extents.tokens)
-        fill_meta(self._meta, packed, blocks, size.slots)
+        fill_meta(self._meta, packed, blocks, size.programs)
 
     def send(self) -> None:
         """Enqueue the copy to the device."""

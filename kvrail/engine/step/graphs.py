@@ -12,6 +12,7 @@ Beside transfers the cost of a launch is the interpreter's lock, which each call
 everything that can be captured is.
 """
 
+import functools
 import gc
 import itertools
 import logging
@@ -65,10 +66,7 @@ class StepGraphs:
     def __init__(
         self, loaded: LoadedModel, cache: PagedCache, max_running: int, max_tokens: int, min_rows: int = 0
     ) -> None:
-        from kvrail.engine.attention.cuda import (  # needs triton, which a CPU worker does not
-            queries_of_a_block,
-            slots_of,
-        )
+        from kvrail.engine.attention.cuda import programs_at_once, queries_of_a_block  # needs triton
 
         self.extras = Extras()
         self._loaded = loaded
@@ -80,7 +78,8 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._last_layer = len(loaded.layers) - 1
         self._near_end = max(0, round(self._last_layer * (1 - LEFT)))  # behind this layer, a step nears its end
-        layout, pages, closed = cache.layout, cache.layer(0), cache.slots is not None
+        layout, closed = cache.layout, cache.slots is not None
+        at_once = functools.partial(programs_at_once, cache.layer(0), loaded.dtype)
         width, group = min(layout.pages_for(loaded.max_model_len), cache.num_pages), -(-len(loaded.layers) // GROUPS)
         begin, free = perf_counter(), torch.cuda.mem_get_info(loaded.device)[0]
         gc.collect()
@@ -96,7 +95,7 @@ class StepGraphs:
                     max_running + VERIFIED_ROWS,
                     queries_of_a_block(layout, loaded.dtype, tokens),
                     closed=closed,
-                    slots=slots_of(pages, loaded.dtype, min(tokens, max_running)),
+                    programs=at_once(min(tokens, max_running)),
                 ),
                 {*range(group - 1, self._last_layer, group), self._last_layer},
             )
@@ -104,7 +103,7 @@ class StepGraphs:
         ][::-1]
         self._decodes = [
             self._capture(
-                decode_size(rows, width, layout.num_kv_heads, min_rows, closed, slots_of(pages, loaded.dtype, rows)),
+                decode_size(rows, width, layout.num_kv_heads, min_rows, closed=closed, programs=at_once(rows)),
                 {self._near_end},
             )
             for rows in reversed(batch_sizes(max_running))

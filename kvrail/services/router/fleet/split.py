@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 MIXED = 0.7
 """Part of a prompt's time that sequences beside it wait for: a step reads the weights once for both."""
-SPARE, STAYS_SPARE = 0.16, -0.3
+SPARE, STAYS_SPARE = 0.16, 0.0
 """Part of their time that workers for prompts have to spare for prompts to be split off, so that these wait little
-however they come, and to stay so while they wait little. Less than none: the others help with what waits too long."""
+however they come, and to stay so while they wait little."""
 MOST_SPARE = 0.3
 """Time to spare of k workers, at most this times sqrt(k) of one: many level out what comes at random."""
-WAIT = 0.8
+WAIT = 0.4
 """Part of the limit of the first token that prompts may wait for those workers: requests that come when others have
 ended wait little even if hardly any time is to spare, and requests that come at random do not."""
 LONGER, STAYS_LONGER = 1.04, 1.01
