@@ -30,10 +30,12 @@ def stepped():
 
 
 def best_split(step):
-    trace = phases([step], WORKERS, SECONDS)
-    return max(
-        goodput(RolesSimulation(WORKERS, prefill).run(trace).jobs, SETTLED, SECONDS) for prefill in range(1, WORKERS)
-    )
+    """Goodput of the best one. None is better than one that serves all within the limits."""
+    trace, best = phases([step], WORKERS, SECONDS), 0.0
+    for prefill in range(1, WORKERS):
+        if best < 1.0:
+            best = max(best, goodput(RolesSimulation(WORKERS, prefill).run(trace).jobs, SETTLED, SECONDS))
+    return best
 
 
 def test_each_phase_is_served_as_by_its_best_split(stepped):
