@@ -25,7 +25,7 @@ MODEL = "kvrail-demo"
 
 class Cluster:
     def __init__(self, log: Path, *flags: str) -> None:
-        flags = ("--port", "0", "--kv-memory-gib", "0.5", "--local-prefill-tokens", "16", *flags)
+        flags = ("--port", "0", "--kv-memory-gib", "0.125", "--local-prefill-tokens", "16", *flags)
         self.process = Forked(["up", *flags], log)
         deadline = time.monotonic() + 180
         while "Ctrl-C stops the cluster" not in log.read_text():
