@@ -16,11 +16,13 @@ from tests.engine.attention_cases import expected, make_case, relative_error, sh
 from tests.ptx.compiled import compiling, emulated, in_a_child
 
 HEADS, KV_HEADS, TOKENS = 8, 2, 64
+FEW, MANY = 8, 512
+"""Tokens of prompts whose tokens before them prefill's programs share, and of those where each reads all."""
 ROUNDS = 11
 """Bits of sums where kernels are run: three more than outputs have, so that another order shows in these."""
 
 
-def compile_all(form: str, dims: tuple[int, int]) -> None:
+def compile_all(form: str, dims: tuple[int, int], prompts: tuple[int, ...] = (FEW, MANY)) -> None:
     from kvrail.engine.kv.closed import cuda
     from kvrail.engine.kv.closed.pages import ClosedPages, LosslessPages, LossyPages
     from kvrail.engine.kv.formats import LayerPages
@@ -33,11 +35,11 @@ def compile_all(form: str, dims: tuple[int, int]) -> None:
     with compiling() as compiled:
         cuda.close(closed, keys, values, one, one)
         cuda.open(closed, keys, values, one, one)
-        attend(LayerPages(keys[0], values[0], closed=closed.layer(0)), dims)
+        attend(LayerPages(keys[0], values[0], closed=closed.layer(0)), dims, prompts)
     assert {"close_pages", "open_pages", "_decode_kernel", "_prefill_kernel"} <= set(compiled)
 
 
-def attend(layer: Any, dims: tuple[int, int]) -> None:
+def attend(layer: Any, dims: tuple[int, int], prompts: tuple[int, ...]) -> None:
     from kvrail.engine.attention.options import ScoreOptions
     from kvrail.engine.attention.triton.decode_kernel import decode_attention
     from kvrail.engine.attention.triton.prefill_kernel import prefill_attention
@@ -46,7 +48,7 @@ def attend(layer: Any, dims: tuple[int, int]) -> None:
     closed, options = lengths if layer.closed else None, ScoreOptions(1.0)
     counters, blocks = torch.zeros(KV_HEADS, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
     key, value = (torch.zeros(1, KV_HEADS, dim).bfloat16() for dim in dims)
-    for tokens in (1, 8, 512):
+    for tokens in (1, *prompts):
         query, out = (torch.zeros(tokens, HEADS, dim).bfloat16() for dim in dims)
         if tokens == 1:
             decode_attention(query, key, value, layer, table, lengths, blocks, counters, out, options, None, closed)
@@ -61,7 +63,7 @@ def compile_scaled(types: list[str]) -> None:
         pool = torch.zeros(1, TOKENS, KV_HEADS, 128).to(getattr(torch, name))
         scales = torch.ones(1, TOKENS, KV_HEADS)
         with compiling() as compiled:
-            attend(LayerPages(pool, pool, scales, scales), (128, 128))
+            attend(LayerPages(pool, pool, scales, scales), (128, 128), (FEW,))
         assert {"_decode_kernel", "_prefill_kernel"} <= set(compiled)
 
 
@@ -98,8 +100,14 @@ def compile_forms(forms: list[str], dims: tuple[int, int]) -> None:
         compile_all(form, dims)
 
 
+def compile_in_turns(forms: list[str]) -> None:
+    """Heads of 128; prefill's programs share a sequence in every other form alone."""
+    for number, form in enumerate(forms):
+        compile_all(form, (128, 128), ((FEW, MANY)[number % 2],))
+
+
 def test_heads_of_128(cache: Path) -> None:
-    in_a_child(compile_forms, ["lossless", "int4", "kvcomp", "rot3"], (128, 128), cache=cache)
+    in_a_child(compile_in_turns, ["lossless", "int4", "kvcomp", "rot3"], cache=cache)
 
 
 def test_scaled_pages(cache: Path) -> None:
@@ -109,7 +117,7 @@ def test_scaled_pages(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "lengths", "slots", "shape"),
     [
-        ("float8_e4m3fn", [600, 65], 40, {"key_dim": 128, "value_dim": 128, "page_size": 64}),
+        ("float8_e4m3fn", [600, 65], 40, {"heads": 4, "key_dim": 128, "value_dim": 128, "page_size": 64}),
         pytest.param("float8_e5m2", [1, 150], 1, {"heads": 4}, marks=pytest.mark.heavy),
         pytest.param("float8_e4m3fn", [300], 1, {"window": 70, "softcap": 5.0, "sinks": True}, marks=pytest.mark.heavy),
         pytest.param("float8_e5m2", [520], 40, {"key_dim": 96, "value_dim": 48}, marks=pytest.mark.heavy),
@@ -120,6 +128,6 @@ def test_scaled_pages_are_read(dtype: str, lengths: list[int], slots: int, shape
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("dims", [(64, 64), (64, 128)])
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 128)])
 def test_other_heads(dims: tuple[int, int], cache: Path) -> None:
     in_a_child(compile_forms, list(FORMS), dims, cache=cache)
