@@ -27,7 +27,7 @@ from tests.lossless.test_kernels import PREFILLS, SHAPES, decode, prefill
         ((64, 128), 64, 4),
         ((64, 128), 64, 8),
         ((128, 64), 128, 4),
-        ((64, 64), 64, CODED),
+        pytest.param((64, 64), 64, CODED, marks=pytest.mark.heavy),
         ((128, 64), 128, CODED),
         ((64, 128), 64, CODED),
         ((64, 64), 64, ROTATED),
