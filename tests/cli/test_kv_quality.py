@@ -85,6 +85,7 @@ def test_what_quality_measured_chooses_the_form_of_that_model_alone(tmp_path, ca
     kl = {row["name"]: row["kl"] for row in json.loads(path.read_text())["figures"]}
     assert 0 < kl["int8 pages"] < kl["int4 pages"] < kl["kvcomp pages"] < kl["rot3 pages"]
     options = {"kv_quality": str(path), "device": "cpu", "kv_dtype": "bfloat16", "max_model_len": 256}
+    options["kv_memory_gib"] = 0.02
     for form in ("int8", "int4", "kvcomp", "rot3"):
         bound = f"auto:{kl[f'{form} pages']}"
         assert LLMSettings.of(model, {"kv_cache": bound, **options}).kv_cache == form
