@@ -34,7 +34,8 @@ def known():
 
 def said(form, asked):
     """What an LLM says, by length and number of sequences."""
-    options = {"device": "cpu", "dtype": "float32", "kv_dtype": "bfloat16", "max_model_len": 1024}
+    options = {"device": "cpu", "dtype": "float32", "kv_dtype": "bfloat16"}
+    options |= {"max_model_len": 1024, "kv_memory_gib": 0.05}
     with LLM(str(folder()), kv_cache=form, **options) as llm:
         results = llm.generate(
             [prompt_of(length) for length, _ in asked],
