@@ -149,10 +149,11 @@ class Simulation:
         prefill = [worker.candidate(computes=True) for worker in self._prefill.values()]
         first, _ = next(iter(self._waiting.values()))
         workers = Snapshot(decode, prefill, self._slo, self._split, {"": self._clock.now - first.arrival})
+        patience_s = workers.patience_s(self._prefill_wait_s)
         passed: list[Ticket] = []
         for ticket in self._queue.turns(sum(max(0, each.load.max_running - each.load.sequences) for each in decode)):
             job, request = self._waiting[ticket]
-            urgent, spare_s = not self._computing[ticket.client], job.arrival + self._prefill_wait_s - self._clock.now
+            urgent, spare_s = not self._computing[ticket.client], job.arrival + patience_s - self._clock.now
             choice = choose_way(self._policy, request, workers, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._waiting[ticket]

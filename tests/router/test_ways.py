@@ -1,5 +1,6 @@
 """Where prompts are computed and decoded among workers of both roles."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from kvrail.services.router.fleet.demand import SECONDS, TokenRate
 from kvrail.services.router.fleet.policy import POLICIES, Candidate, Load, PlacementRequest, WorkerState, choose
 from kvrail.services.router.fleet.split import LONGER, Fleet, best_split
-from kvrail.services.router.fleet.ways import APART, HERE, MARGIN, Slo, Snapshot, _Cost, _way, choose_way
+from kvrail.services.router.fleet.ways import APART, BUSY_WAIT, HERE, MARGIN, Slo, Snapshot, _Cost, _way, choose_way
 
 AWARE = POLICIES["prefix-aware"]
 LOAD = Load(
@@ -215,6 +216,21 @@ def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
     assert split(0.0, 0) == split(0.0, 4_000) == split(0.15, 0) == 1
     assert split(0.0, 10_000) is split(0.25, 0) is split(0.15, 4_000) is None
     assert split(9.0, 0, kind="int4") == 1  # they wait for other workers
+
+
+def test_prompts_wait_less_for_workers_that_have_no_time_to_spare():
+    """Those that others compute count too: with help, prefill workers are given no more than they can compute."""
+
+    def patience_s(*prefill, helped=0):
+        return Snapshot([worker("d", tokens_per_s=helped)], prefill, Slo()).patience_s(0.2)
+
+    assert patience_s(worker("p", tokens_per_s=36_000)) == 0.2
+    assert patience_s(worker("p", tokens_per_s=36_000), helped=4_000) == BUSY_WAIT * 0.2
+    assert patience_s(worker("p", tokens_per_s=36_000), worker("q"), helped=4_000) == 0.2
+    gone = worker("q", state=WorkerState.DOWN)
+    assert patience_s(worker("p", tokens_per_s=36_000), gone, helped=4_000) == BUSY_WAIT * 0.2
+    assert patience_s() == 0.2
+    assert Snapshot([], [worker("p", tokens_per_s=90_000)], Slo()).patience_s(math.inf) == math.inf
 
 
 def test_a_limit_of_gaps_comes_before_the_mean_gap():

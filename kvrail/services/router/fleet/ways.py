@@ -42,6 +42,9 @@ USUAL_CHUNK = 512
 """Tokens of a step with decoding sequences on a worker that does not say."""
 USUAL_STEP_S = 10e-3
 """Seconds of a step on a worker that has not measured one."""
+BUSY, BUSY_WAIT = 0.95, 0.4
+"""From this part of prefill workers' time on that prompts need, they wait for a shorter part of what they may: all wait
+for as long as they may then, and sooner or later others help. With less to do, who waits evens out a burst."""
 ALTERNATES = 3
 """Further prefill workers that a request names."""
 
@@ -189,6 +192,15 @@ class Snapshot:
             rated = computing if deciding == ready or not both else self._rated(deciding, both, busy)
             self._kinds[kv_cache] = _Kind(suiting, both, rated, computing, split)
         return self._kinds[kv_cache]
+
+    def patience_s(self, most_s: float) -> float:
+        """Seconds that a prompt waits for a prefill worker before others help; at most most_s."""
+        ready = able(self.prefill)
+        if not ready or math.isinf(most_s):
+            return most_s
+        given = {each.target: each.load.tokens_per_s for each in (*self.decode, *ready)}
+        busy = sum(given.values()) * fmean(_token_s(ready)) > BUSY * len(ready)
+        return BUSY_WAIT * most_s if busy else most_s
 
     def _rated(
         self, ready: Sequence[Candidate], both: AbstractSet[str], busy: Mapping[str, float | None]

@@ -231,6 +231,7 @@ class Dispatcher:
         passed: list[Ticket] = []
         decode, prefill = self._pool.candidates()
         workers = Snapshot(decode, prefill, self._slo, self._split, self._waited())
+        patience_s = workers.patience_s(self._prefill_wait_s)
         suiting = {kind: able(suitable(kind, decode)) for kind in self.queue.kinds}
         room = {kind: any(each.load.has_room() for each in those) for kind, those in suiting.items()}
         free = sum(max(0, each.load.max_running - each.load.sequences) for each in able(decode))
@@ -244,7 +245,7 @@ class Dispatcher:
                 if self._take_back(ticket, {each.target for each in suiting[ticket.kind]}):
                     return True
                 continue  # it is not passed: the others do not take what it could have
-            urgent, spare_s = not self._computing[ticket.client], turn.since + self._prefill_wait_s - self._clock()
+            urgent, spare_s = not self._computing[ticket.client], turn.since + patience_s - self._clock()
             choice = choose_way(self._pool.policy, turn.request, workers, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._turns[ticket]
