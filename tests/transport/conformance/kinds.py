@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ class Kind:
     they are tried in two processes, too. notices_death: a killed peer ends what waits for it; else `aclose` must.
     needs_peer: a payload comes only from a process that lives and runs; else what was sent may be read from one that
     does not. keeps: what connects two ends is kept after the first attempt. on_device: payloads lie on the CUDA
-    device. unavailable: why it cannot run here.
+    device. met: whether the receiver has come to a sender; true where it does not come. unavailable: why it cannot run.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Kind:
     needs_peer: bool = True
     keeps: bool = False
     on_device: bool = False
+    met: Callable[[Any], bool] = lambda sender: True
     unavailable: Callable[[], str] = lambda: ""
 
     def payload(self, data: bytes) -> Payload:
@@ -89,7 +91,7 @@ def device_unavailable():
 
 TRANSPORTS = [
     Kind("inproc", start_inproc, one_object=True, processes=False),
-    Kind("tcp", start_plain, lambda transport: transport.pool),
+    Kind("tcp", start_plain, lambda transport: transport.pool, met=lambda sender: bool(sender._connected())),
     Kind("tcp-sealed", start_sealed, lambda transport: transport.pool, processes=False),  # as tcp there, which is tried
     Kind("ucx-tcp", start_tcp, lambda transport: transport.pools.host, keeps=True, unavailable=available),
     Kind(

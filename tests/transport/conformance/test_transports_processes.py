@@ -128,6 +128,9 @@ async def sending_to_one_that_stopped(ends):
         sending = ends.sending(payload_sender, pattern(SIZE))
         peer.order("receive", ends.sender.address, 1, SIZE)
         assert await peer.says() == "ready"
+        async with asyncio.timeout(60):
+            while not ends.kind.met(payload_sender):
+                await asyncio.sleep(0)
         await asyncio.sleep(0.02)
         peer.stop()
         assert not sending.done(), "the whole payload left before the receiver could be stopped"
