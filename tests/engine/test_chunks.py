@@ -73,13 +73,14 @@ def test_the_whole_budget_of_a_step_is_used():
 
 
 def test_a_step_takes_up_no_prompt_beside_one_that_ends_once_it_has_enough(monkeypatch):
-    monkeypatch.setattr(chunks, "ENOUGH_TOKENS", 8)
+    share, counted = chunks.share, []
 
-    counted: list[list[int]] = []
-    kept = chunks.share
-    monkeypatch.setattr(
-        scheduler, "share", lambda *given: counted.append([n for n in kept(*given) if n]) or kept(*given)
-    )
+    def counting(*given):
+        counted.append(counts := share(*given))
+        return counts
+
+    monkeypatch.setattr(chunks, "ENOUGH_TOKENS", 8)
+    monkeypatch.setattr(scheduler, "share", counting)
     for lengths, wanted in (
         ((8, 8), [[8], [8]]),
         ((12, 12), [[12], [12]]),
@@ -91,7 +92,8 @@ def test_a_step_takes_up_no_prompt_beside_one_that_ends_once_it_has_enough(monke
         for number, length in enumerate(lengths):
             bench.submit(str(number), prompt(length, number), max_tokens=1)
         bench.run()
-        assert [each for each in counted if each] == wanted, lengths
+        steps = [[count for count in counts if count] for counts in counted]
+        assert [step for step in steps if step] == wanted, lengths
 
 
 def test_a_request_of_many_sequences_leaves_places_for_others():

@@ -194,7 +194,10 @@ class Snapshot:
         return self._kinds[kv_cache]
 
     def patience_s(self, most_s: float) -> float:
-        """Seconds that a prompt waits for a prefill worker before others help; at most most_s."""
+        """Seconds that a prompt waits for a prefill worker before others help; at most most_s.
+
+        Prompts that others compute count too: a prefill worker is given no more than it can compute.
+        """
         ready = able(self.prefill)
         if not ready or math.isinf(most_s):
             return most_s
