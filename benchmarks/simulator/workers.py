@@ -14,7 +14,6 @@ from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import WorkerPages
 from kvrail.services.router.fleet.ways import Slo
 from kvrail.wire.v1 import common_pb2
-from kvrail.worker.budgets import HELPING_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +298,6 @@ class SimBoth(SimWorker):
             self.max_running,
             0,
             mixed_batch_tokens=self.speed.mixed_tokens,
-            helping_batch_tokens=HELPING_TOKENS,
             gap_s=Slo().gap_s,
         )
 
@@ -332,8 +330,7 @@ class SimBoth(SimWorker):
         if self._stepping or not (self._prompts or self._decoding):
             return
         self._stepping, speed, decoding = True, self.speed, len(self._decoding)
-        helping = any(job.crossed for _, _, job, *_ in self._decoding)
-        left = most = self._budget.chunk_tokens(decoding, beside=decoding > 0, helping=helping, cost=self._cost)
+        left = most = self._budget.chunk_tokens(decoding, beside=decoding > 0, cost=self._cost)
         prompt_s = 0.0
         for prompt in self._prompts:
             if decoding and prompt.first_step > self._steps:

@@ -255,8 +255,7 @@ class WorkerSettings(ServiceSettings):
     mixed_batch_tokens: int = Field(
         0,
         ge=0,
-        description="most tokens in a step that mixes prompts with decoding sequences; 0: 256 on a CPU; 512 on"
-        " CUDA, 256 if there are prefill workers and sixteen or more sequences decode",
+        description="most tokens in a step that mixes prompts with decoding sequences; 0: 256 on a CPU, 512 on CUDA",
     )
     step_timeout_s: PositiveFloat = Field(
         300.0, description="longest engine step or event-loop turn, in seconds; a worker that takes longer exits"

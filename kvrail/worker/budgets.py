@@ -8,9 +8,6 @@ MIXED_TOKENS = 512
 tokens takes 50 ms, one of 512 some 13, and decodes add little to either. Small steps are four times as many, and in
 each of them decodes get a token: 32 streams of 1,024 tokens in and 128 out need 1.35 s of the GPU instead of 1.65, by
 arithmetic, and no stream waits 50 ms for a token. Smaller chunks would fill the chip less well."""
-HELPING_TOKENS = 256
-"""The same beside many on a decode worker that has prefill workers: prompts are the exception there, even decoding is
-what it is for. With an 8B model on an H100 a step of 256 tokens takes 10.5 ms, one of 512 some 14, decoding alone 8."""
 MIXED_TOKENS_CPU = 256
 """The same on a CPU. With 2,048, who was in the middle of an answer of the demo model waited 7 s for a token while a
 prompt of 3,600 tokens was computed on two busy cores."""
@@ -28,11 +25,6 @@ delay those who decode no more than any chunk of a prompt does."""
 def mixed_tokens(settings: WorkerSettings) -> int:
     """Tokens of a step in which chunks of prompts go beside decodes."""
     return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else MIXED_TOKENS)
-
-
-def helping_tokens(settings: WorkerSettings) -> int:
-    """The same beside many sequences whose prompts prefill workers compute; see chunks.MANY."""
-    return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else HELPING_TOKENS)
 
 
 def gap_seconds(settings: WorkerSettings) -> float:
@@ -58,6 +50,5 @@ def limits_of(settings: WorkerSettings, vocab_size: int, max_running: int) -> St
         settings.max_waiting,
         mixed_tokens(settings),
         max(LEAST_PROMPT_ROWS, PROMPT_LOGITS_BYTES // (4 * vocab_size)),
-        helping_tokens(settings),
         gap_seconds(settings),
     )

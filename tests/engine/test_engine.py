@@ -8,7 +8,7 @@ import pytest
 from kvrail.engine.batch.batch import NOT_DRAWN, SampleRow, SequenceSlice
 from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
 from kvrail.engine.request.requests import EngineRequest
-from kvrail.engine.schedule.chunks import BUSY_DECODES, StepBudget
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.values.sampling import FinishReason, SamplingParams
 from tests.engine.bench import Bench, prompts
@@ -246,19 +246,6 @@ def test_tokens_of_chunks_beside_others(others, tokens):
     assert StepBudget(2048, 64, 64).chunk_tokens(others, beside=True) == 2048 - others
     small, others = StepBudget(256, 64, 64, mixed_batch_tokens=512), min(others, 256)
     assert small.chunk_tokens(others, beside=True) == 256 - others
-
-
-def test_beside_many_decodes_of_remote_prompts_chunks_are_small():
-    limits = {"max_batch_tokens": 80, "mixed_batch_tokens": 40, "helping_batch_tokens": 20, "max_running": 64}
-    assert BUSY_DECODES == 16
-    for others, remote, chunk in ((16, True, 5), (15, True, 25), (16, False, 24)):
-        bench = Bench(num_pages=200, **limits)
-        for number in range(others):
-            bench.submit(str(number), [number + 3] * 2, max_tokens=30, remote=remote, local_tokens=2)
-        bench.step(3)
-        bench.submit("long", [7] * 70, max_tokens=1)
-        bench.step(1)
-        assert bench.machine.steps[-1] == [1] * others + [chunk]
 
 
 def test_prompts_beside_sequences_that_await_kv_come_in_chunks():

@@ -80,14 +80,12 @@ def test_the_cost_of_a_prompt_is_that_of_a_prompt_alone():
 )
 def test_chunks_keep_the_gap_limit(chunk_s, others, tokens):
     """Up to what is allowed beside others, down to an eighth of it."""
-    cost, limits = measured(chunk_s), {"mixed_batch_tokens": 512, "helping_batch_tokens": 256}
+    cost, limits = measured(chunk_s), {"mixed_batch_tokens": 512}
     limited, free = StepBudget(2048, 1024, 64, gap_s=0.03, **limits), StepBudget(2048, 1024, 64, **limits)
     assert limited.chunk_tokens(others, beside=True, cost=cost) == pytest.approx(tokens, abs=5)
     assert limited.chunk_tokens(others, beside=False, cost=cost) == 2048 - others
     assert limited.chunk_tokens(others, beside=True, cost=StepCostModel()) == max(512 - others, 128)
     assert free.chunk_tokens(others, beside=True, cost=cost) == max(512 - others, 128)
-    helping = limited.chunk_tokens(others, beside=True, helping=True, cost=cost)
-    assert helping <= max(256 - others, 64)
 
 
 @pytest.mark.parametrize(("gap_s", "chunk"), [(0.0, 38), (0.01, 12)])

@@ -77,7 +77,7 @@ def test_no_room_and_no_time():
 
 def test_a_worker_that_decodes_helps_with_what_waits_too_long():
     """Prompts are split off to a, which has two steps of them; b decodes."""
-    deep, decoding = worker("a", backlog=4096, tokens_per_s=37_000), worker("b", sequences=60)
+    deep, decoding = worker("a", backlog=4096, tokens_per_s=36_000), worker("b", sequences=60)
 
     def found(*both, spare_s=0.05):
         return way(*both, split=1, spare_s=spare_s)
@@ -87,7 +87,7 @@ def test_a_worker_that_decodes_helps_with_what_waits_too_long():
     assert found(deep, replace(decoding, load=replace(decoding.load, backlog=4096))) is None
     assert found(deep, worker("b", sequences=60, compute_s=1e-4)) is None  # a ends it sooner
     assert found(deep, worker("b", sequences=64)) is None
-    assert found(worker("a", backlog=2000, tokens_per_s=37_000), decoding)[:2] == ("b", ["a"])
+    assert found(worker("a", backlog=2000, tokens_per_s=36_000), decoding)[:2] == ("b", ["a"])
 
 
 def test_cached_pages_attract():
@@ -182,10 +182,10 @@ def test_prompts_have_the_workers_that_served_best_on_two_gpus(prompts, sequence
 
 
 def test_a_load_that_varies_changes_no_roles():
-    for prompts in (0.85, 0.9, 0.97):
+    for prompts in (0.82, 0.87, 0.91):
         assert [best_split(two(prompts, 30), before) for before in (None, 1)] == [None, 1]
     eight = {"decoding": 8, "both": 8}
-    for prompts in (2.2, 2.5):  # of 8 workers, between what 3 and 4 compute
+    for prompts in (2.2, 2.4):  # of 8 workers, between what 3 and 4 compute
         assert [best_split(two(prompts, 99, **eight), before) for before in (3, 4)] == [3, 4]
     assert best_split(two(1.2, 99, **eight), 4) == 2
     nearly = two(0.1, 4)
@@ -193,24 +193,24 @@ def test_a_load_that_varies_changes_no_roles():
     assert [best_split(nearly, before) for before in (None, 1)] == [None, 1]
 
 
-def test_workers_with_nothing_to_spare_compute_for_all_while_prompts_do_not_wait():
+def test_workers_with_little_to_spare_compute_for_all_while_prompts_do_not_wait():
     """As they do not in a closed loop; where prompts wait, or are too many, all workers compute them."""
-    for prompts, wait_s, found in ((0.98, 0.15, 1), (0.98, 0.25, None), (1.05, 0.0, None), (0.8, 0.25, 1)):
+    for prompts, wait_s, found in ((0.91, 0.15, 1), (0.91, 0.25, None), (0.95, 0.0, None), (0.75, 0.25, 1)):
         assert best_split(two(prompts, 60, wait_s=wait_s), 1, ttft_s=0.5) == found
 
 
 def test_one_more_worker_computes_prompts_early_where_gaps_hardly_get_longer():
     """Of eight, three would do as long as prompts do not wait; the fourth costs the others 3 % with few sequences."""
     eight = {"decoding": 8, "both": 8}
-    assert best_split(two(2.8, 99, **eight), 3, 0.5) == 4
-    assert best_split(two(2.8, 400, **eight), 3, 0.5) == 3
-    assert best_split(two(2.8, 400, **eight, wait_s=0.25), 3, 0.5) == 4
+    assert best_split(two(2.7, 99, **eight), 3, 0.5) == 4
+    assert best_split(two(2.7, 400, **eight), 3, 0.5) == 3
+    assert best_split(two(2.7, 400, **eight, wait_s=0.25), 3, 0.5) == 4
 
 
 def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
     def split(waited_s, backlog, kind=""):
         """Of two workers, of which the first one has computed the prompts; the second one has nothing to do."""
-        first = worker("a", tokens_per_s=37_000, backlog=backlog)
+        first = worker("a", tokens_per_s=36_000, backlog=backlog)
         return Snapshot(*[[first, worker("b", sequences=30)]] * 2, Slo(), 1, {kind: waited_s}).kind("").split
 
     assert split(0.0, 0) == split(0.0, 4_000) == split(0.15, 0) == 1

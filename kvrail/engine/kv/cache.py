@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvrail.engine.kv.format import PageTensor
+from kvrail.engine.kv.format import PageTensor, zeroed
 from kvrail.engine.kv.formats import format_of
 from kvrail.engine.kv.slots import PageSlots
 from kvrail.errors import ConfigError
@@ -73,7 +73,7 @@ class PagedCache:
     def _made(self, tensor: PageTensor) -> torch.Tensor:
         """One of the pool's tensors, filled: a NaN in an unwritten slot would poison masked products (0 * NaN)."""
         shape = (self.layout.num_layers, self.open_pages, *tensor.shape)
-        made = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
+        made = zeroed(shape, tensor.dtype, self.device)
         return made.fill_(tensor.fill) if tensor.fill else made
 
 

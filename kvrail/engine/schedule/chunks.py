@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from kvrail.engine.request.sequence import Sequence
 from kvrail.engine.schedule.cost import StepCostModel
 
-BUSY_DECODES = 16
-"""From this many decoding sequences on, prompt chunks shrink so that these are not held up. Beside fewer, prompts get
-larger chunks: 8 streams of 8,000 tokens that overload a prefill worker had their first tokens in half the time."""
-
 USED_GAP = 0.9
 """Part of the gap limit that a step takes on average: some steps take longer than others, and tokens travel."""
 
@@ -24,9 +20,8 @@ class StepBudget:
     """Bounds of one step and of the queue.
 
     max_batch_tokens: most tokens of a step. mixed_batch_tokens: the same if it computes chunks of prompts beside other
-    work; 0: max_batch_tokens. helping_batch_tokens: the same beside BUSY_DECODES or more, where prefill workers compute
-    most prompts; 0: mixed_batch_tokens. prompt_rows: most prompt tokens that a step scores. gap_s: seconds that a step
-    with other work is to take at most, by measurement; 0: no limit.
+    work; 0: max_batch_tokens. prompt_rows: most prompt tokens that a step scores. gap_s: seconds that a step with other
+    work is to take at most, by measurement; 0: no limit.
     """
 
     max_batch_tokens: int
@@ -34,20 +29,14 @@ class StepBudget:
     max_waiting: int
     mixed_batch_tokens: int = 0
     prompt_rows: int = 256
-    helping_batch_tokens: int = 0
     gap_s: float = 0.0
 
-    def chunk_tokens(
-        self, others: int, *, beside: bool, helping: bool = False, cost: StepCostModel | None = None
-    ) -> int:
+    def chunk_tokens(self, others: int, *, beside: bool, cost: StepCostModel | None = None) -> int:
         """Most prompt tokens in a step that computes `others` beside them; never 0 while the step has room.
 
-        beside: whether a sequence waits for the end of this step, or will before it ends. helping: whether prefill
-        workers compute most prompts. cost: of steps so far.
+        beside: whether a sequence waits for the end of this step, or will before it ends. cost: of steps so far.
         """
         room, most = self.max_batch_tokens - others, self.mixed_batch_tokens
-        if helping and others >= BUSY_DECODES:
-            most = self.helping_batch_tokens or most
         if not (beside and most):
             return room
         tokens = max(most - others, -(-most // 4))

@@ -277,9 +277,8 @@ class Scheduler:
 
     def _chunk_tokens(self, others: int) -> int:
         """Tokens of prompts in a step that computes `others` beside them."""
-        helping = any(sequence.remote for sequence in (*self._receiving, *self._running))
         beside = bool(others or self._receiving)
-        return self.budget.chunk_tokens(others, beside=beside, helping=helping, cost=self.cost)
+        return self.budget.chunk_tokens(others, beside=beside, cost=self.cost)
 
     def _chunks(self, prompts: list[tuple[Sequence, int]], tokens: int) -> list[Work]:
         """Chunks of prompts; see chunks.share."""

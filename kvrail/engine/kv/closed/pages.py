@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvrail.engine.kv.closed import forms
+from kvrail.engine.kv.format import zeroed
 from kvrail.engine.kv.kvcomp.form import CODED, reading_tables, writing_tables
 from kvrail.engine.kv.lossless.form import GROUPS, RAW, SLOTS, TOKENS, Tile
 from kvrail.errors import ConfigError
@@ -70,7 +71,7 @@ class ClosedPages(ABC):
         self.tiles: tuple[Any, Any] = forms.tiles(layout.key_dim, layout.value_dim, bits)
         pair = forms.pair_bytes(layout.key_dim, layout.value_dim, bits)
         shape = (layout.num_layers, num_pages, layout.num_kv_heads, layout.page_size // TOKENS, pair)
-        self.pages = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self.pages = zeroed(shape, torch.uint8, device)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -119,7 +120,7 @@ class LosslessPages(ClosedPages):
     def __init__(self, layout: KVLayout, num_pages: int, num_units: int, device: torch.device | str) -> None:
         super().__init__(layout, num_pages, 0, device)
         unit = TOKENS * max(layout.key_dim, layout.value_dim)
-        self.shared = torch.zeros(max(num_units, 1), unit, dtype=torch.uint8, device=device)
+        self.shared = zeroed((max(num_units, 1), unit), torch.uint8, device)
         self.free = torch.arange(-1, num_units + 1, dtype=torch.int32, device=device)
         self.free[0] = num_units
 
