@@ -156,8 +156,7 @@ def drawn(
 
 def recorded(folder: Path, seconds: int, clients: int) -> dict[str, Any]:
     """Each board's series by panel, of a cluster under traffic that loses a worker, and the range that they span."""
-    flags = ("--prefill-workers", "2", "--decode-workers", "2", "--kv-memory-gib", "0.5")
-    cluster = Cluster(folder / "log", *flags)
+    cluster = Cluster(folder / "log", "--prefill-workers", "2", "--decode-workers", "2")
     try:
         with prometheus(cluster.url, folder) as url:
             with traffic(cluster.url, clients):

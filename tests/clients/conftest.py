@@ -11,6 +11,5 @@ DEFAULTS = '{"temperature": 0, "max_new_tokens": 2000}'
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One for all clients, which ask it one after another."""
-    flags = ("--override-generation-config", DEFAULTS, "--kv-memory-gib", "0.5")
-    with started(tmp_path_factory, *flags) as running:
+    with started(tmp_path_factory, "--override-generation-config", DEFAULTS) as running:
         yield running

@@ -23,7 +23,7 @@ CODEC = "splitzip-progressive-ans"
 def in_namespace(spaces, folder):
     """What a client gets with raw on an open link, then on a slow one with CODEC: quietly, then with drafts shown."""
     # a later stage's frame that left early holds up little
-    flags = ["--transfer-timeout-s", "200", "--kv-memory-gib", "0.0625"]  # to zero the usual 2 GiB takes seconds
+    flags = ["--transfer-timeout-s", "200"]
     small = ["--transfer-memory-mib", "4"]
     cluster = Cluster(
         folder, PREFILL_HOST, DECODE_HOST, spaces[0], PORTS, prefill_flags=flags, decode_flags=[*small, *flags]

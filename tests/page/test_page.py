@@ -36,7 +36,7 @@ PATIENCE_MS = 60_000
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    flags = ("--prefill-workers", "2", "--decode-workers", "2", "--kv-memory-gib", "0.5")
+    flags = ("--prefill-workers", "2", "--decode-workers", "2")
     with started(tmp_path_factory, *flags) as made:
         yield made
 

@@ -106,8 +106,11 @@ def compile_in_turns(forms: list[str]) -> None:
         compile_all(form, (128, 128), ((FEW, MANY)[number % 2],))
 
 
-def test_heads_of_128(cache: Path) -> None:
-    in_a_child(compile_in_turns, ["lossless", "int4", "kvcomp", "rot3"], cache=cache)
+@pytest.mark.parametrize(
+    "forms", [["lossless", "int4"], pytest.param(["kvcomp", "rot3"], marks=pytest.mark.heavy)], ids="-".join
+)
+def test_heads_of_128(forms: list[str], cache: Path) -> None:
+    in_a_child(compile_in_turns, forms, cache=cache)
 
 
 def test_scaled_pages(cache: Path) -> None:
