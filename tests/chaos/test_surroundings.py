@@ -148,4 +148,4 @@ async def test_disks_are_full_from_the_start(tmp_path):
         async with httpx.AsyncClient(base_url=processes.url, timeout=300) as client:
             asked = [body | {"kvrail": {"codec": name}} for name in CODECS for body in bodies(6, seed=4)]
             texts = [await ask(client, body) for body in asked]
-            assert texts[:6] == texts[6:] and all(texts)
+            assert texts[:6] == texts[6:] and all(texts[:5])  # the last one has a single token, which may have no text
