@@ -75,6 +75,7 @@ def test_the_help_of_up_shows_every_flag_that_it_takes(capsys, monkeypatch):
         (["up", "--model", "./nowhere"], "kvrail up: --model: there is no folder ./nowhere"),
         (["decode", "--codec", "zip"], "kvrail decode: --codec: codec 'zip' is unknown; choose auto or one of raw, "),
         (["decode", "--codec", "lynx"], "kvrail decode: --codec: codec 'lynx' is lossy"),
+        (["up", "--kv-memory-gib", "9e9"], "kvrail up: --kv-memory-gib: 9e+09 GiB for pages are more than all this machine"),
         (["prefill", "--model", "/"], "kvrail prefill: --model: / has no config.json"),
         (["serve"], "kvrail serve: the following arguments are required: MODEL"),
         (["serve", "./nowhere"], "kvrail serve: --model: there is no folder ./nowhere"),
@@ -87,6 +88,15 @@ def test_a_mistake_is_one_line_and_status_2(capsys, argv, line):
     status, out, error = run(capsys, *argv)
     assert (status, out, error.count("\n")) == (2, "", 1)
     assert error.startswith(line)
+
+
+def test_pages_fit_into_what_a_container_may_have(capsys, monkeypatch, tmp_path):
+    limit, unlimited = tmp_path / "limit", tmp_path / "unlimited"
+    limit.write_text(f"{1 << 30}\n")
+    unlimited.write_text("max\n")
+    monkeypatch.setattr("kvrail.cli.checks.GROUP_LIMITS", (unlimited, tmp_path / "none", limit))
+    status, _, error = run(capsys, "decode", "--kv-memory-gib", "1.5")
+    assert status == 2 and "1.5 GiB for pages are more than all this machine's memory, 1 GiB; name fewer" in error
 
 
 @pytest.mark.parametrize("command", [*ROLES, "up"])
