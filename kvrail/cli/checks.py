@@ -3,29 +3,23 @@
 What only the model or a codec's own code can tell is checked later, by the worker.
 """
 
-import contextlib
 import difflib
 import importlib
 import os
 from pathlib import Path
 from typing import Any
 
+from kvrail.config.memory import check_page_memory
 from kvrail.config.origins import flag_name
 from kvrail.config.settings import DEMO_MODEL, DecodeSettings, WorkerSettings
 from kvrail.errors import ConfigError
 
 AUTO = "auto"
-GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Bytes that a container's processes may have, or `max`: of control groups 2 and 1."""
 
 
 def check_worker(settings: WorkerSettings) -> None:
     """Raise ConfigError where memory for pages, the codebook's file or the codec cannot be had or is not allowed."""
-    if settings.device == "cpu" and settings.kv_memory_gib > (most := host_memory() / (1 << 30)):
-        raise ConfigError(
-            f"{flag_name('kv_memory_gib')}: {settings.kv_memory_gib:g} GiB for pages are more than all this machine's"
-            f" memory, {most:.3g} GiB; name fewer"
-        )
+    check_page_memory(settings, flag_name("kv_memory_gib"))
     if settings.codebook:
         check_readable(flag_name("codebook"), Path(settings.codebook), "name a file that kvrail calibrate has written")
     if isinstance(settings, DecodeSettings) and settings.codec != AUTO:
@@ -38,15 +32,6 @@ def check_worker(settings: WorkerSettings) -> None:
             f"{flag_name('codec')}: codec {codec!r} is lossy: it does not restore every bit of the KV; choose one of"
             f" {exact}, or add {flag_name('allow_lossy')}"
         )
-
-
-def host_memory() -> int:
-    """Bytes of memory that this process may have: the machine's, or a container's limit."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in GROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path(path).read_text()))
-    return min(limits)
 
 
 def check_codec(flag: str, name: str, others: str = "") -> None:

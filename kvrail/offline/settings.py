@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
+from kvrail.config.memory import check_page_memory
 from kvrail.config.origins import explain
 from kvrail.config.settings import WorkerSettings
 from kvrail.config.types import ComputeDtype, KVDtype, LoadFormat, Weights
@@ -66,4 +67,5 @@ class LLMSettings(WorkerSettings):
             first = error.errors(include_url=False)[0]
             key = str(first["loc"][0])
             raise ConfigError(explain(cls.table, cls.model_fields, key, key, first)) from None
+        check_page_memory(settings, "kv_memory_gib")
         return settings.model_copy(update={"max_waiting": WAITING_FACTOR * (settings.max_running or MOST_PLACES)})
