@@ -7,23 +7,20 @@ from pathlib import Path
 from kvrail.config.settings import WorkerSettings
 from kvrail.errors import ConfigError
 
-GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Bytes that a container's processes may have, or `max`: of control groups 2 and 1."""
+GROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # of control groups 2 and 1
 
 
 def check_page_memory(settings: WorkerSettings, name: str) -> None:
     """Raise ConfigError where kv_memory_gib, given as `name`, is more than all memory of the host or the container."""
-    if settings.device == "cpu" and settings.kv_memory_gib > (most := host_memory() / (1 << 30)):
-        raise ConfigError(
-            f"{name}: {settings.kv_memory_gib:g} GiB for pages are more than all this machine's memory, {most:.3g} GiB;"
-            " name fewer"
-        )
+    asked, most = settings.kv_memory_gib, host_memory() / (1 << 30)
+    if settings.device == "cpu" and asked > most:
+        raise ConfigError(f"{name}: {asked:g} GiB for pages are more than all memory here, {most:.3g} GiB; name fewer")
 
 
 def host_memory() -> int:
     """Bytes of memory that this process may have: the machine's, or a container's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in GROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or `max`
             limits.append(int(Path(path).read_text()))
     return min(limits)

@@ -96,7 +96,7 @@ def test_pages_fit_into_what_a_container_may_have(capsys, monkeypatch, tmp_path)
     unlimited.write_text("max\n")
     monkeypatch.setattr("kvrail.config.memory.GROUP_LIMITS", (unlimited, tmp_path / "none", limit))
     status, _, error = run(capsys, "decode", "--kv-memory-gib", "1.5")
-    assert status == 2 and "1.5 GiB for pages are more than all this machine's memory, 1 GiB; name fewer" in error
+    assert status == 2 and "1.5 GiB for pages are more than all memory here, 1 GiB; name fewer" in error
 
 
 @pytest.mark.parametrize("command", [*ROLES, "up"])

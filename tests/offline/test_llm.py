@@ -220,7 +220,7 @@ def test_a_wrong_request_is_named_and_the_llm_goes_on(llm, call, error, message)
     [
         ("./no/such/folder", {}, "'./no/such/folder' is not a folder"),
         (None, {"gpu_memory": 1}, "LLM has no argument gpu_memory; did you mean kv_memory_gib"),
-        (None, {"kv_memory_gib": 9e9}, "^kv_memory_gib: .* GiB for pages are more than all this machine's memory"),
+        (None, {"kv_memory_gib": 9e9}, "^kv_memory_gib: .* GiB for pages are more than all memory here"),
         (None, {"host": "0.0.0.0"}, "LLM has no argument host; known are device, "),
         (None, {"page_size": 0}, "^page_size: 0 is not accepted: input should be greater than 0"),
         (None, {"max_model_len": 9999}, "max_model_len is 9999, but .* has a context of 4096; lower it"),
