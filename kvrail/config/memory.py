@@ -12,8 +12,7 @@ GROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_
 
 def check_page_memory(settings: WorkerSettings, name: str) -> None:
     """Raise ConfigError where kv_memory_gib, given as `name`, is more than all memory of the host or the container."""
-    asked, most = settings.kv_memory_gib, host_memory() / (1 << 30)
-    if settings.device == "cpu" and asked > most:
+    if settings.device == "cpu" and (asked := settings.kv_memory_gib) > (most := host_memory() / (1 << 30)):
         raise ConfigError(f"{name}: {asked:g} GiB for pages are more than all memory here, {most:.3g} GiB; name fewer")
 
 
