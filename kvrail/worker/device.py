@@ -1,11 +1,11 @@
 """What a worker runs on, as its status and its metrics say."""
 
-import os
 import resource
 from functools import cache
 
 import torch
 
+from kvrail.config.memory import host_memory
 from kvrail.rpc.report import Device
 
 
@@ -22,9 +22,8 @@ def bytes_of(model: torch.nn.Module) -> int:
 
 
 def device_now(device: torch.device) -> Device:
-    """The device with its memory as it is now; on a CPU, the process's largest resident memory and the host's."""
+    """The device with its memory as it is now; on a CPU, the process's largest resident memory and what it may have."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Device(device_name(device), total - free, total)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device(device_name(device), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, total)
+    return Device(device_name(device), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, host_memory())

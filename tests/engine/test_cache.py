@@ -1,5 +1,8 @@
 """The page pool: its size, and copies of pages that change no bit."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,6 +34,20 @@ def test_copy_page_copies_all_layers() -> None:
     cache = filled("float8_e5m2")
     cache.copy_page(3, 5)
     assert all(same_bits(pool[:, 3], pool[:, 5]) for pool in pools(cache))
+
+
+def test_pages_take_memory_as_they_are_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, layout = resident(), KVLayout(4, 2, 128, 128, 64, "bfloat16")
+    cache = PagedCache(layout, (4 << 30) // layout.page_bytes, "cpu")
+    assert resident() < before + (1 << 30) < before + cache.bytes
+    key = pools(cache)[0]
+    assert not key[:, 7].any()
+    key[:, 7] = 1.5
+    assert (key[:, 7] == 1.5).all() and not key[:, 6].any() and not key[:, 8].any()
+    assert resident() < before + (1 << 30)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
