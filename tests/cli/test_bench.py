@@ -193,6 +193,7 @@ async def test_a_router_of_ours_gets_a_trace(capsys, tmp_path, trace):
     lines = [{**line, "output_length": 2, "input_length": 3 + number} for number, line in enumerate(TRACE)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     argv = ["--trace", str(trace), "--speed", "1000", "--vocab", "280", "--greedy"]
+    bench(capsys, "--help")  # its first imports would hold up the cluster, which is in this process
     async with run_cluster(load_tokenizer(str(tmp_path))) as cluster:
         status, out, err = await asyncio.to_thread(bench, capsys, "--url", cluster.url, *argv)
         asked = [list(each.prompt_token_ids) for worker in cluster.decode for each in worker.requests]
