@@ -9,7 +9,7 @@ from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
 from kvrail.engine.schedule.chunks import ENOUGH_TOKENS, StepBudget
 from kvrail.engine.schedule.cost import StepCostModel
-from kvrail.services.router.fleet.demand import TokenRate
+from kvrail.services.router.fleet.demand import RECENT_S, DemandClock, TokenRate
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import WorkerPages
 from kvrail.services.router.fleet.ways import Slo
@@ -58,6 +58,7 @@ class Clock:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0
+        self.demand = DemandClock(lambda: self.now)
 
     def at(self, when: float, what: Callable[[], object]) -> None:
         """Have something happen then."""
@@ -88,13 +89,14 @@ class SimWorker:
     began: float = 0.0
     busy_s: float = 0.0
     prefilled: int = 0
-    given: TokenRate = field(default_factory=TokenRate)
+    given: TokenRate = field(init=False)
     pool: PagePool = field(init=False)
     _seen: Candidate | None = None  # as long as nothing has changed
     _seen_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.num_pages, self.page_size)
+        self.given = TokenRate(self.clock.demand)
 
     def candidate(self, *, computes: bool) -> Candidate:
         """As the router's policy sees it; computes: whether it computes prompts."""
@@ -108,8 +110,11 @@ class SimWorker:
         if backlog < 0 or not self.backlog:
             self.began = self.clock.now
         self.requests += requests
+        if requests:
+            (self.clock.demand.begin if requests > 0 else self.clock.demand.end)()
         self.backlog += backlog
-        self.given.add(max(0, backlog), self.clock.now)
+        if backlog > 0:
+            self.given.add(backlog)
         self._seen = None
 
     def _load(self, computes: bool) -> Load:
@@ -127,7 +132,8 @@ class SimWorker:
             fetch_s=self.speed.fetch_s,
             step_s=self.speed.step_s,
             chunk_tokens=self.speed.mixed_tokens,
-            tokens_per_s=self.given.at(self.clock.now),
+            tokens_per_s=self.given.read(),
+            recent_per_s=self.given.read(RECENT_S),
         )
 
     def report(self) -> None:

@@ -55,7 +55,7 @@ async def test_prompts_of_other_routers_count(monkeypatch):
     found.start()
     (worker,) = found.workers
     now, instance = 100.0, 1
-    monkeypatch.setattr("kvrail.services.router.fleet.worker.monotonic", lambda: now)
+    monkeypatch.setattr(worker._clock, "_read_s", lambda: now)
 
     async def say(computed: int) -> float:
         async def status(*_, **__):
@@ -68,10 +68,10 @@ async def test_prompts_of_other_routers_count(monkeypatch):
 
     try:
         assert await say(10**6) == 0  # what was computed before this router came
-        for second in range(1, 31):
-            now += 1
-            worker.compute(300)  # of ours
-            rate = await say(10**6 + 1000 * second)
+        for quarter in range(1, 121):
+            now += 0.25
+            worker.compute(75)  # of ours
+            rate = await say(10**6 + 250 * quarter)
         assert rate == pytest.approx(1000, rel=0.12)  # just behind one of them
         instance = 2  # a new process counts anew
         assert await say(50_000) <= rate

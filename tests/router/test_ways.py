@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrail.services.router.fleet.demand import SECONDS, TokenRate
 from kvrail.services.router.fleet.policy import POLICIES, Candidate, Load, PlacementRequest, WorkerState, choose
-from kvrail.services.router.fleet.split import LONGER, Fleet, best_split
+from kvrail.services.router.fleet.split import LONGER, STAYS_LONGER, Fleet, best_split
 from kvrail.services.router.fleet.ways import APART, BUSY_WAIT, HERE, MARGIN, Slo, Snapshot, _Cost, _way, choose_way
 
 AWARE = POLICIES["prefix-aware"]
@@ -26,6 +25,7 @@ PROMPT = PlacementRequest(2000, output_tokens=128)
 
 
 def worker(name, state=WorkerState.HEALTHY, holds=(), **load):
+    load.setdefault("recent_per_s", load.get("tokens_per_s", 0.0))
     return Candidate(name, state, replace(LOAD, **load), frozenset(holds))
 
 
@@ -157,7 +157,7 @@ def test_pages_are_compared_where_it_decodes(policy):
 
 def two(prompts, sequences, **fleet):
     """Two workers as H100s are with a model of 8B."""
-    sizes = {"decoding": 2, "both": 2, "prefill": 0} | fleet
+    sizes = {"decoding": 2, "both": 2, "prefill": 0, "recent": prompts} | fleet
     return Fleet(**sizes, prompts=prompts, sequences=sequences, step_s=6.6e-3, sequence_s=50e-6)
 
 
@@ -195,8 +195,20 @@ def test_a_load_that_varies_changes_no_roles():
 
 def test_workers_with_little_to_spare_compute_for_all_while_prompts_do_not_wait():
     """As they do not in a closed loop; where prompts wait, or are too many, all workers compute them."""
-    for prompts, wait_s, found in ((0.91, 0.15, 1), (0.91, 0.25, None), (0.95, 0.0, None), (0.75, 0.25, 1)):
+    for prompts, wait_s, found in ((0.91, 0.15, 1), (0.91, 0.25, None), (0.95, 0.0, None), (0.65, 0.25, 1)):
         assert best_split(two(prompts, 60, wait_s=wait_s), 1, ttft_s=0.5) == found
+
+
+def test_a_load_that_rises_or_falls_is_not_split():
+    """Half a worker's prompts are split off, but not on the way from few to many, or from many to few."""
+    assert [best_split(two(0.5, 40, recent=recent), None) for recent in (0.1, 0.5, 1.1)] == [None, 1, None]
+    assert [best_split(two(0.5, 40, recent=recent), 1) for recent in (0.1, 0.5, 1.1)] == [1, 1, 1]
+
+
+def test_one_worker_too_many_gives_way_to_fewer_not_to_all():
+    eight = two(1.0, 267, decoding=8, both=8)
+    assert eight.apart_s(2) * STAYS_LONGER < eight.together_s() < eight.apart_s(3)
+    assert best_split(eight, 2) == best_split(eight, 3) == best_split(eight, 4) == 2
 
 
 def test_one_more_worker_computes_prompts_early_where_gaps_hardly_get_longer():
@@ -222,8 +234,10 @@ def test_prompts_wait_less_for_workers_that_have_no_time_to_spare():
     """Those that others compute count too: with help, prefill workers are given no more than they can compute."""
 
     def patience_s(*prefill, helped=0):
-        return Snapshot([worker("d", tokens_per_s=helped)], prefill, Slo()).patience_s(0.2)
+        helping = worker("d", tokens_per_s=helped, recent_per_s=0)
+        return Snapshot([helping], prefill, Slo()).patience_s(0.2)
 
+    assert patience_s(worker("p", tokens_per_s=20_000, recent_per_s=60_000)) == BUSY_WAIT * 0.2  # a wave
     assert patience_s(worker("p", tokens_per_s=36_000)) == 0.2
     assert patience_s(worker("p", tokens_per_s=36_000), helped=4_000) == BUSY_WAIT * 0.2
     assert patience_s(worker("p", tokens_per_s=36_000), worker("q"), helped=4_000) == 0.2
@@ -269,20 +283,3 @@ def test_equal_costs_keep_the_way():
     assert _way(_Cost(0, 1.0), _Cost(0, 1.5), APART) == (HERE, "cost")
     assert _way(_Cost(1, 1.0, late=True), _Cost(0, 9.0), HERE) == (APART, "ttft")
     assert _way(_Cost(1, 1.0), _Cost(0, 9.0), HERE) == (APART, "gap")
-
-
-def test_a_rate_is_right_from_the_beginning():
-    rate = TokenRate()
-    for begin in (100.0, 100.0 + 9 * SECONDS):  # and again after a pause
-        for tenth in range(20):
-            rate.add(100, begin + tenth / 10)
-        assert rate.at(begin + 2.0) == pytest.approx(1000, rel=0.1)
-    assert TokenRate().at(5.0) == 0
-
-
-def test_a_rate_follows_the_load():
-    rate = TokenRate()
-    for tenth in range(400):
-        rate.add(100, tenth / 10)
-    assert rate.at(40.0) == pytest.approx(1000, rel=0.03)
-    assert rate.at(40.0 + 5 * SECONDS) < 10

@@ -66,7 +66,8 @@ class Load:
     adds to each step; 0: not measured. step_tokens: most tokens of one step; 0: not known. fetch_s: seconds per token
     until the KV of a prompt has come from another worker; step_s: seconds of a step that only decodes, beside
     sequence_s for each sequence; 0: not measured. chunk_tokens: tokens of a step in which sequences decode beside
-    prompts; 0: not known. tokens_per_s: of prompts that it was given to compute lately, by any router.
+    prompts; 0: not known. tokens_per_s: of prompts that it was given to compute lately, by any router; recent_per_s: in
+    the last second or so.
     """
 
     requests: int = 0
@@ -84,6 +85,7 @@ class Load:
     step_s: float = 0.0
     chunk_tokens: int = 0
     tokens_per_s: float = 0.0
+    recent_per_s: float = 0.0
 
     def places(self, n: int) -> int:
         """How many of a prompt's n sequences it computes at once."""

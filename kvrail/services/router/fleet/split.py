@@ -7,11 +7,11 @@ them, was worse than either (docs/decisions/0039-split-of-roles.md).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIXED = 0.7
 """Part of a prompt's time that sequences beside it wait for: a step reads the weights once for both."""
-SPARE, STAYS_SPARE = 0.2, 0.08
+SPARE, STAYS_SPARE = 0.3, 0.08
 """Part of their time that workers for prompts have to spare for prompts to be split off, so that these wait little
 however they come, and to stay so while they wait little."""
 MOST_SPARE = 0.3
@@ -28,14 +28,16 @@ class Fleet:
     """What is measured of the workers of one moment.
 
     decoding: how many workers decode; both: how many of them compute prompts too; prefill: how many only do that.
-    prompts: prompts to compute, in seconds of one worker a second. wait_s: of the next prompt, for the workers that
-    compute them by the last split. step_s: of a step that only decodes, beside sequence_s for each sequence.
+    prompts: prompts to compute, in seconds of one worker a second; recent: of the last second. wait_s: of the next
+    prompt, for the workers that compute them by the last split. step_s: of a step that only decodes, beside sequence_s
+    for each sequence.
     """
 
     decoding: int
     both: int
     prefill: int
     prompts: float
+    recent: float
     sequences: int
     step_s: float
     sequence_s: float
@@ -67,12 +69,19 @@ def fewest(fleet: Fleet, spare: float) -> int:
 def best_split(fleet: Fleet, before: int | None, ttft_s: float = math.inf, gap_s: float = math.inf) -> int | None:
     """How many workers of both roles to compute prompts on; None: on all. before: the last answer.
 
-    ttft_s, gap_s: limits.
+    ttft_s, gap_s: limits. A load that rises or falls passes through what would be split, and is not.
     """
-    split = fewest(fleet, SPARE)
-    if before is not None and (before == split + 1 or _suffice(fleet, before, split, ttft_s)):
-        split = before
-    apart, together = fleet.apart_s(split), fleet.together_s()
+    if before is None and _best(replace(fleet, prompts=fleet.recent), None, ttft_s, gap_s) is None:
+        return None
+    return _best(fleet, before, ttft_s, gap_s)
+
+
+def _best(fleet: Fleet, before: int | None, ttft_s: float, gap_s: float) -> int | None:
+    split, together = fewest(fleet, SPARE), fleet.together_s()
+    if before is not None:
+        spare = before == split + 1 and fleet.apart_s(before) * STAYS_LONGER < together
+        split = before if spare or _suffice(fleet, before, split, ttft_s) else split
+    apart = fleet.apart_s(split)
     if (apart > gap_s) != (together > gap_s):
         return split if together > gap_s else None
     return split if apart * (LONGER if before is None else STAYS_LONGER) < together else None

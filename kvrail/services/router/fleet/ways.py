@@ -201,8 +201,9 @@ class Snapshot:
         ready = able(self.prefill)
         if not ready or math.isinf(most_s):
             return most_s
-        given = {each.target: each.load.tokens_per_s for each in (*self.decode, *ready)}
-        busy = sum(given.values()) * fmean(_token_s(ready)) > BUSY * len(ready)
+        loads = {each.target: each.load for each in (*self.decode, *ready)}.values()
+        given = max(sum(load.tokens_per_s for load in loads), sum(load.recent_per_s for load in loads))
+        busy = given * fmean(_token_s(ready)) > BUSY * len(ready)
         return BUSY_WAIT * most_s if busy else most_s
 
     def _rated(
@@ -221,6 +222,7 @@ class Snapshot:
         names = [each.target for each in ready if each.target in both]
         rated = list(zip(ready, _token_s(ready), strict=True))
         prompts = sum(each.load.tokens_per_s * each_s for each, each_s in rated)
+        recent = sum(each.load.recent_per_s * each_s for each, each_s in rated)
         others = [] if self._split is None else names[self._split :]
         waits = (wait_s(each.load, each_s) for each, each_s in rated if each.target not in others)
         fleet = Fleet(
@@ -228,6 +230,7 @@ class Snapshot:
             both=len(names),
             prefill=len(ready) - len(names),
             prompts=prompts,
+            recent=recent,
             sequences=sum(each.load.sequences for each in deciding),
             step_s=fmean(known([each.load.step_s for each in deciding], USUAL_STEP_S)),
             sequence_s=fmean(known([each.load.sequence_s for each in deciding], USUAL_SEQUENCE_S)),

@@ -11,7 +11,7 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient, StatusClient
 from kvrail.runtime.breaker import Breaker
 from kvrail.security.tls import Tls
-from kvrail.services.router.fleet.demand import TokenRate
+from kvrail.services.router.fleet.demand import RECENT_S, DemandClock, TokenRate
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import PAGES_A_LOOK, WorkerPages
 from kvrail.wire.checks import check_status
@@ -31,7 +31,9 @@ class Worker:
     the number of the process that answered last; 0: none yet.
     """
 
-    def __init__(self, role: str, target: str, channel: grpc.aio.Channel, client: StatusClient) -> None:
+    def __init__(
+        self, role: str, target: str, channel: grpc.aio.Channel, client: StatusClient, clock: DemandClock
+    ) -> None:
         self.role = role
         self.target = target
         self.channel = channel
@@ -47,8 +49,9 @@ class Worker:
         self._client = client
         self.requests = self.backlog = 0
         self._began = 0.0  # when it began with the backlog
-        self._given = TokenRate()  # tokens of our prompts
-        self._computed, self._total = TokenRate(), 0  # of all routers' prompts, as its statuses count them
+        self._clock = clock
+        self._given = TokenRate(clock)  # tokens of our prompts
+        self._computed, self._total = TokenRate(clock), 0  # of all routers' prompts, as its statuses count them
         self.refused = False
         self.pages = WorkerPages()
         self._sequences = self._places = 0  # of our requests; places: computed at once
@@ -83,7 +86,7 @@ class Worker:
         if not known:
             self.instance, self.breaker = answer.instance, Breaker()
         elif total > self._total:
-            self._computed.add(total - self._total, monotonic())
+            self._computed.add(total - self._total)
         self._total = total
         if known and answer.HasField("kv_events"):
             self.pages.take(answer.kv_events, answer.pages_total)
@@ -107,6 +110,7 @@ class Worker:
     def take(self, sequences: int, places: int, pages: Sequence[int]) -> None:
         """A prompt goes to this worker. places: how many of its sequences are computed at once."""
         self.requests += 1
+        self._clock.begin()
         self._sequences += sequences
         self._places += places
         self._most = max(self._most, self._sequences)
@@ -117,7 +121,7 @@ class Worker:
         if not self.backlog:
             self._began = monotonic()
         self.backlog += tokens
-        self._given.add(tokens, monotonic())
+        self._given.add(tokens)
 
     def computed(self, tokens: int) -> None:
         """It has computed them, or need not any more; it begins with the next."""
@@ -127,6 +131,7 @@ class Worker:
     def leave(self, sequences: int, places: int, pages: Sequence[int]) -> None:
         """A prompt has ended there, or is lost."""
         self.requests -= 1
+        self._clock.end()
         self._sequences -= sequences
         self._places -= places
         self.pages.settle(pages)
@@ -152,7 +157,8 @@ class Worker:
             fetch_s=costs.fetch_each,
             step_s=costs.decode_base,
             chunk_tokens=answer.mixed_batch_tokens,
-            tokens_per_s=max(self._given.at(monotonic()), self._computed.at(monotonic())),
+            tokens_per_s=max(self._given.read(), self._computed.read()),
+            recent_per_s=max(self._given.read(RECENT_S), self._computed.read(RECENT_S)),
         )
 
     async def close(self) -> None:
@@ -181,10 +187,10 @@ class Worker:
 class DecodeWorker(Worker):
     """A worker that generates."""
 
-    def __init__(self, target: str, tls: Tls | None = None, role: str = "decode") -> None:
+    def __init__(self, target: str, tls: Tls | None, clock: DemandClock, role: str = "decode") -> None:
         channel = open_channel(target, tls=tls, role="decode")
         self.client = DecodeClient(channel, peer=f"{role} worker {target}".removeprefix("both "))
-        super().__init__(role, target, channel, self.client)
+        super().__init__(role, target, channel, self.client, clock)
 
     async def close(self) -> None:
         """End what still runs, then close the channel."""
@@ -195,16 +201,17 @@ class DecodeWorker(Worker):
 class PrefillWorker(Worker):
     """A worker that decode workers call; the router only reads its status."""
 
-    def __init__(self, target: str, tls: Tls | None = None) -> None:
+    def __init__(self, target: str, tls: Tls | None, clock: DemandClock) -> None:
         channel = open_channel(target, tls=tls, role="prefill")
-        super().__init__("prefill", target, channel, PrefillStatusClient(channel, peer=f"prefill worker {target}"))
+        client = PrefillStatusClient(channel, peer=f"prefill worker {target}")
+        super().__init__("prefill", target, channel, client, clock)
 
 
 class BothWorker(DecodeWorker):
     """A worker that prefills and decodes: one load for both."""
 
-    def __init__(self, target: str, tls: Tls | None = None) -> None:
-        super().__init__(target, tls, "both")
+    def __init__(self, target: str, tls: Tls | None, clock: DemandClock) -> None:
+        super().__init__(target, tls, clock, "both")
 
     @property
     def prefills(self) -> bool:

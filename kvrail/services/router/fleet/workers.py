@@ -17,6 +17,7 @@ from kvrail.services.router.fleet.compatibility import (
     incompatibility,
     page_mismatch,
 )
+from kvrail.services.router.fleet.demand import DemandClock
 from kvrail.services.router.fleet.discovery import Discovery
 from kvrail.services.router.fleet.policy import (
     POLICIES,
@@ -64,6 +65,7 @@ class WorkerPool:
         self._interval = STATUS_INTERVAL_S
         self._metrics = metrics
         self._tls = tls
+        self._clock = DemandClock()
         self.decode: dict[str, DecodeWorker] = {}
         self.prefill: dict[str, Worker] = {}
         self.leaving: dict[tuple[str, str], Worker] = {}
@@ -117,18 +119,18 @@ class WorkerPool:
         self.reconsider()
 
     def _present(
-        self, names: Discovery, before: Iterable[Worker], make: Callable[[str, Tls | None], W]
+        self, names: Discovery, before: Iterable[Worker], make: Callable[[str, Tls | None, DemandClock], W]
     ) -> dict[str, W]:
         """The workers of one role now; known ones are kept."""
         known = {worker.target: cast(W, worker) for worker in before if worker.role == names.role}
         names.forget([target for target, worker in known.items() if worker.silent_s > KEPT_S])
         return {target: known.get(target) or self._join(names.role, target, make) for target in names.targets}
 
-    def _join(self, role: str, target: str, make: Callable[[str, Tls | None], W]) -> W:
+    def _join(self, role: str, target: str, make: Callable[[str, Tls | None, DemandClock], W]) -> W:
         if (back := self.leaving.pop((role, target), None)) is not None:
             back.leaving = False
             return cast(W, back)
-        worker = make(target, self._tls)
+        worker = make(target, self._tls, self._clock)
         self._metrics.worker_up(role, target, False)
         self._watches[worker] = asyncio.create_task(self._watch(worker), name=f"watch {target}")
         return worker
