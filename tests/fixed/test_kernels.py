@@ -28,7 +28,7 @@ from tests.lossless.test_kernels import PREFILLS, SHAPES, decode, prefill
         ((64, 128), 64, 8),
         ((128, 64), 128, 4),
         pytest.param((64, 64), 64, CODED, marks=pytest.mark.heavy),
-        ((128, 64), 128, CODED),
+        pytest.param((128, 64), 128, CODED, marks=pytest.mark.heavy),
         ((64, 128), 64, CODED),
         ((64, 64), 64, ROTATED),
         ((64, 128), 128, ROTATED),
@@ -48,11 +48,16 @@ def check_attention(plan: list, shape: dict, bits: int, pages: int, attend: Call
     assert expected.isfinite().all() and torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
+def usual(is_usual: bool) -> list[pytest.MarkDecorator]:
+    """Marks of a case that `make test` has, or that `make test-heavy` has."""
+    return [] if is_usual else [pytest.mark.heavy]
+
+
 BOTH = [
     *zip(SHAPES, (4, 8, 4, 8, 4), strict=True),
     ("all options", 4),
     ("values narrower", 8),
-    *((name, bits) for bits in (CODED, ROTATED) for name in SHAPES),
+    *(pytest.param(name, bits, marks=usual(name == "values narrower")) for bits in (CODED, ROTATED) for name in SHAPES),
 ]
 """Shapes and widths of codes."""
 
@@ -74,7 +79,14 @@ def test_windows_that_begin_behind_closed_pages() -> None:
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [*zip(PREFILLS, (4, 8, 4), strict=True), *((name, bits) for bits in (CODED, ROTATED) for name in PREFILLS)],
+    [
+        *zip(PREFILLS, (4, 8, 4), strict=True),
+        *(
+            pytest.param(name, bits, marks=usual(name == "all options"))
+            for bits in (CODED, ROTATED)
+            for name in PREFILLS
+        ),
+    ],
 )
 def test_prefill_gives_the_same_bits(name: str, bits: int) -> None:
     shape, tuning = PREFILLS[name]

@@ -107,7 +107,7 @@ def compile_in_turns(forms: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "forms", [["lossless", "int4"], pytest.param(["kvcomp", "rot3"], marks=pytest.mark.heavy)], ids="-".join
+    "forms", [["lossless"], pytest.param(["int4", "kvcomp", "rot3"], marks=pytest.mark.heavy)], ids="-".join
 )
 def test_heads_of_128(forms: list[str], cache: Path) -> None:
     in_a_child(compile_in_turns, forms, cache=cache)
@@ -120,7 +120,7 @@ def test_scaled_pages(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "lengths", "slots", "shape"),
     [
-        ("float8_e4m3fn", [600, 65], 40, {"heads": 4, "key_dim": 128, "value_dim": 128, "page_size": 64}),
+        ("float8_e4m3fn", [200, 65], 40, {"heads": 4, "key_dim": 128, "value_dim": 128, "page_size": 64}),
         pytest.param("float8_e5m2", [1, 150], 1, {"heads": 4}, marks=pytest.mark.heavy),
         pytest.param("float8_e4m3fn", [300], 1, {"window": 70, "softcap": 5.0, "sinks": True}, marks=pytest.mark.heavy),
         pytest.param("float8_e5m2", [520], 40, {"key_dim": 96, "value_dim": 48}, marks=pytest.mark.heavy),
