@@ -3,6 +3,7 @@
 import pytest
 
 from kvrail.config.settings import RouterSettings
+from kvrail.services.router.fleet.demand import SECONDS
 from kvrail.services.router.fleet.policy import WorkerState
 from kvrail.services.router.fleet.worker import BothWorker
 from kvrail.services.router.fleet.workers import WorkerPool
@@ -78,6 +79,32 @@ async def test_prompts_of_other_routers_count(monkeypatch):
         now += 1
         worker.compute(5000)  # more than it can compute
         assert await say(50_100) > 750
+    finally:
+        await found.close()
+
+
+async def test_time_counts_for_all_workers_while_one_has_a_request(monkeypatch):
+    found = pool(workers="a:1,b:1")
+    found.start()
+    a, b = found.workers
+    now = 100.0
+    monkeypatch.setattr(a._clock, "_read_s", lambda: now)
+    a._clock.prompt()
+
+    def rate_of_a():
+        return a._given.read()
+
+    try:
+        b.take(1, 1, [])
+        a.compute(30_000)
+        now += 1
+        before = rate_of_a()
+        now += SECONDS
+        assert rate_of_a() < before / 2
+        before = rate_of_a()
+        b.leave(1, 1, [])
+        now += SECONDS
+        assert rate_of_a() > 0.9 * before > 0
     finally:
         await found.close()
 
