@@ -6,7 +6,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from urllib.request import urlopen
 
+
+def answered() -> float:
+    """Requests that the router has answered in full."""
+    with urlopen(os.environ["BASE_URL"].removesuffix("/v1") + "/metrics") as metrics:
+        lines = [line.decode() for line in metrics if line.startswith(b"kvrail_requests_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if 'outcome="length"' in line)
+
+
+before = answered()
 with tempfile.TemporaryDirectory() as folder:
     out = Path(folder) / "report.json"
     options = {
@@ -20,4 +30,6 @@ with tempfile.TemporaryDirectory() as folder:
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     subprocess.run([str(Path(sys.executable).with_name("guidellm")), "run", *flags, "--disable-console"], check=True)
     totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
-    assert (totals["successful"], totals["errored"]) == (6, 0), totals
+    # Its processes may end before the last answer is counted: the router knows how many there were.
+    assert totals["successful"] in (5, 6) and not totals["errored"] and not totals["incomplete"], totals
+    assert answered() - before == 6, (before, answered(), totals)
