@@ -6,7 +6,7 @@ from kvrail.config.settings import RouterSettings
 from kvrail.services.router.fleet.demand import SECONDS
 from kvrail.services.router.fleet.policy import WorkerState
 from kvrail.services.router.fleet.worker import BothWorker
-from kvrail.services.router.fleet.workers import WorkerPool
+from kvrail.services.router.fleet.workers import STATUS_INTERVAL_S, WorkerPool
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.series import Registry
 from kvrail.wire.v1 import common_pb2
@@ -69,10 +69,12 @@ async def test_prompts_of_other_routers_count(monkeypatch):
 
     try:
         assert await say(10**6) == 0  # what was computed before this router came
-        for quarter in range(1, 121):
-            now += 0.25
-            worker.compute(75)  # of ours
-            rate = await say(10**6 + 250 * quarter)
+        for half in range(1, 61):
+            now += STATUS_INTERVAL_S
+            if half % 4 == 0:  # statuses may be late, and this router has hardly any request meanwhile
+                worker.compute(300)  # of ours
+                now += 2 * STATUS_INTERVAL_S
+            rate = await say(10**6 + round(1000 * (now - 100)))
         assert rate == pytest.approx(1000, rel=0.12)  # just behind one of them
         instance = 2  # a new process counts anew
         assert await say(50_000) <= rate
@@ -104,7 +106,7 @@ async def test_time_counts_for_all_workers_while_one_has_a_request(monkeypatch):
         before = rate_of_a()
         b.leave(1, 1, [])
         now += SECONDS
-        assert rate_of_a() > 0.9 * before > 0
+        assert rate_of_a() > 0.85 * before > 0
     finally:
         await found.close()
 

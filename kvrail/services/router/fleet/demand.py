@@ -10,8 +10,8 @@ RECENT_S = 1.0
 """A mean over this time shows early where the load goes. Prompts that have come within it are those of all of it."""
 IDLE_S = 2 * SECONDS
 """Without prompts for this time, the mean begins again."""
-PAUSE_S = 0.25
-"""A pause of the load counts as this long at most: it says little of the load that comes after it."""
+PAUSE_S = 0.5
+"""Longest time that a pause of the load counts: it says little of what comes after it. Statuses are as far apart."""
 
 
 class DemandClock:
@@ -43,10 +43,11 @@ class DemandClock:
             self._paused = self._read_s()
         self._requests -= 1
 
-    def prompt(self) -> float:
-        """A worker is to compute a prompt; returns the time."""
+    def prompt(self, *, whole: bool = False) -> float:
+        """A worker is to compute a prompt; returns the time. whole: it may have come in the pause, so that counts."""
         now = self._read_s()
-        self._left_out, self._paused = self._left_out + self._beyond(now), now
+        self._left_out += 0.0 if whole else self._beyond(now)
+        self._paused = now
         return now - self._left_out
 
     @property
@@ -73,9 +74,9 @@ class TokenRate:
         left = self._tokens[over_s] * math.exp((self._since - now) / over_s)
         return left / (over_s * -math.expm1(-max(RECENT_S, now - self._began) / over_s))
 
-    def add(self, tokens: int) -> None:
-        """These tokens have come."""
-        now = self._clock.prompt()
+    def add(self, tokens: int, *, whole: bool = False) -> None:
+        """These tokens have come. whole: see `DemandClock.prompt`."""
+        now = self._clock.prompt(whole=whole)
         if now - self._since > IDLE_S:
             self._tokens, self._began = dict.fromkeys(self._tokens, 0.0), now
         for over_s, before in self._tokens.items():

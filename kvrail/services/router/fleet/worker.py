@@ -86,7 +86,7 @@ class Worker:
         if not known:
             self.instance, self.breaker = answer.instance, Breaker()
         elif total > self._total:
-            self._computed.add(total - self._total)
+            self._computed.add(total - self._total, whole=True)
         self._total = total
         if known and answer.HasField("kv_events"):
             self.pages.take(answer.kv_events, answer.pages_total)
