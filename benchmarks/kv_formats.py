@@ -19,6 +19,7 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -92,7 +93,8 @@ class Load:
     def attend(self, layer: int, closed: bool, tuning: DecodeTuning | None = None) -> torch.Tensor:
         """Attention of one layer."""
         out, pages = torch.empty_like(self.query), self._pages(layer, closed)
-        tuning = tuning or tuning_over(pages, torch.bfloat16, len(self.lengths))
+        usual = tuning_over(pages, torch.bfloat16, len(self.lengths))
+        tuning = replace(tuning or usual, columns=usual.columns)
         decode_attention(
             self.query,
             self.key,

@@ -253,6 +253,7 @@ def test_attention_of_a_row(shape: dict) -> None:
         (4000, None),
         (132, DecodeTuning(8, 2)),
         (132, DecodeTuning(1, 3)),
+        (132, DecodeTuning(columns=True)),
     ):
         found = decode(case, rows, processors, tuning)
         assert torch.equal(found.view(torch.int16), wanted[rows].view(torch.int16))

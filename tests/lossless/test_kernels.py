@@ -2,6 +2,7 @@
 
 import copy
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 from kvrail.engine.attention import reference
-from kvrail.engine.attention.triton.decode_kernel import decode_attention
+from kvrail.engine.attention.triton.decode_kernel import decode_attention, tuning_over
 from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention
 from kvrail.engine.kv.closed import cuda
 from tests.engine.attention_cases import Case, make_case, shares
@@ -28,6 +29,9 @@ SHAPES = {
 
 def decode(case: Case, share: bool, closed_tokens: torch.Tensor | None = None) -> torch.Tensor:
     """share: four programs share each long sequence."""
+    tuning = tuning_over(case.pages, case.query.dtype, len(case.query))
+    if case.query.device.type == "cpu":  # numpy's sums, unlike tensor cores', depend on which operand comes first
+        tuning = replace(tuning, columns=True)
     processors = 4 * case.query.shape[0] * case.key.shape[1] if share else 1
     counters = torch.zeros(case.query.shape[0] * case.key.shape[1], dtype=torch.int32, device=case.query.device)
     out = case.query.new_full((*case.query.shape[:2], case.value.shape[2]), float("nan"))
@@ -42,6 +46,7 @@ def decode(case: Case, share: bool, closed_tokens: torch.Tensor | None = None) -
         counters,
         out,
         case.options,
+        tuning,
         closed_tokens=None if closed_tokens is None else closed_tokens.int(),
     )
     return out

@@ -69,7 +69,7 @@ def compile_scaled(types: list[str]) -> None:
 
 def attend_scaled(dtype: str, lengths: list[int], slots: int, shape: dict[str, Any]) -> None:
     """Decode's kernel is near the reference, and prefill's has its bits; pages' rows behind a sequence hold NaN."""
-    from kvrail.engine.attention.triton.decode_kernel import decode_attention
+    from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention
     from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention
 
     case = make_case([(1, length) for length in lengths], kv_dtype=dtype, dtype=torch.bfloat16, **shape)
@@ -77,13 +77,21 @@ def attend_scaled(dtype: str, lengths: list[int], slots: int, shape: dict[str, A
     by_decode, by_prefill = (torch.full_like(wanted, float("nan"), dtype=torch.bfloat16) for _ in range(2))
     counters = torch.zeros(len(lengths) * case.key.shape[1], dtype=torch.int32)
     programs = shares(case.kv_lens, case.key.shape[1], slots)
-    attended = (case.page_tables, case.kv_lens, programs, counters, by_decode, case.options)
+    attended = (
+        case.page_tables,
+        case.kv_lens,
+        programs,
+        counters,
+        by_decode,
+        case.options,
+        DecodeTuning(2, 2, columns=True),
+    )
     with emulated(with_one_value, rounds=ROUNDS):
         decode_attention(case.query, case.key, case.value, case.pages, *attended)
     assert relative_error(by_decode, wanted) < 1e-2 and not counters.any()
     blocks = torch.tensor([[row, 1, lengths[row] - 1, row] for row in queries], dtype=torch.int32)
     read = (case.pages, case.page_tables, blocks)
-    for tuning in (PrefillTuning(16, 2, 2), PrefillTuning(16, 2, 2, heads=2, splits=2)):  # two warps: see test_closing
+    for tuning in (PrefillTuning(16, 2, 2), PrefillTuning(16, 2, 2, heads=2, splits=2)):
         with emulated(rounds=ROUNDS):
             prefill_attention(case.query, *read, by_prefill, case.options, 1, tuning)
         assert torch.equal(by_decode.view(torch.int16), by_prefill.view(torch.int16))

@@ -168,6 +168,7 @@ class UcxWorker:
     def _stop(self) -> None:
         self._worker.stop_request_notifier_thread()
         self._notifier.join()
+        self._worker.stop_request_notifier_thread()  # where the first came between two waits, UCXX forgot it
         self._own.close_blocking(period=1_000_000_000, max_attempts=1)
         self._worker.stop_progress_thread()
         self._worker.clear_python_futures_pool()

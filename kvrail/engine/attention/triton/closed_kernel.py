@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from kvrail.engine.attention.triton.axes_kernel import along, dealt, dealt_numbers, product
 from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_scores, weights_of
 from kvrail.engine.kv.fixed.open_kernel import SHRUNK, open_tile
 from kvrail.engine.kv.kvcomp import form
@@ -81,6 +82,7 @@ def closed_scores_of(
     MASKED: tl.constexpr,
     CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """What scores_of computes, of a block of a closed page.
 
@@ -97,8 +99,9 @@ def closed_scores_of(
         scale *= SHRUNK
     else:
         k = open_keys(pair, spare, unit_bytes, KEY_DIM, ASSEMBLED)
-    scores = tl.dot(q, apart(k.to(q.dtype), ASSEMBLED), input_precision="ieee")
-    return seen_scores(scores, block + tl.arange(0, BLOCK), position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
+    scores = product(q, apart(dealt(k, KEYS).to(q.dtype), ASSEMBLED), None, KEYS)
+    token = block + dealt_numbers(BLOCK, not KEYS)
+    return seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED, KEYS)
 
 
 @triton.jit
@@ -118,6 +121,7 @@ def add_closed_block(
     CODE_BITS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ASSEMBLED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """What add_block does, of a block of a closed page.
 
@@ -126,7 +130,7 @@ def add_closed_block(
     acc, top, total = part
     times: tl.constexpr = SHRUNK if CODE_BITS else 1.0  # scores and values are as much too small
     weights, shrink, higher, total = weights_of(
-        scores, top, total, softcap if SOFTCAP else scale * times, dtype, BLOCK, times
+        scores, top, total, softcap if SOFTCAP else scale * times, dtype, BLOCK, KEYS, True, times
     )
     if CODE_BITS == CODED:
         v = open_coded(pair + KEY_TILE, codes, BLOCK, VALUE_DIM, ASSEMBLED)
@@ -136,8 +140,8 @@ def add_closed_block(
         v = open_tile(pair + KEY_TILE, CODE_BITS, BLOCK, VALUE_DIM, ASSEMBLED)
     else:
         v = open_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
-    weighted = acc * shrink[:, None]
-    acc = tl.dot(weights.to(dtype), apart(v.to(dtype), ASSEMBLED), weighted, input_precision="ieee")
+    weighted = acc * along(shrink, 1 - KEYS)
+    acc = product(weights.to(dtype), apart(dealt(v, KEYS).to(dtype), ASSEMBLED), weighted, KEYS)
     return acc, higher, total
 
 
@@ -159,6 +163,7 @@ def add_closed_blocks(
     live,
     before,
     part,
+    channels,
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -170,6 +175,7 @@ def add_closed_blocks(
     BOTH_TILES: tl.constexpr,
     CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """The decode kernel's loop over a share's closed blocks, `begin` to `opened`. closed: see LayerPages."""
     closed_pages, spare, unit_bytes = closed
@@ -181,11 +187,11 @@ def add_closed_blocks(
         keys, values = closed_codes_of(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
         scores = closed_scores_of(
             q, pair, keys, spare, unit_bytes, block, position, kv_len, scale, softcap,
-            KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
+            KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED, KEYS,
         )  # fmt: skip
         part = add_closed_block(
             scores, pair, values, spare, unit_bytes, part, scale, softcap, q.dtype,
-            VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
+            VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED, KEYS,
         )  # fmt: skip
-        before, part = end_block(parts, block, end, folds, live, before, part, VALUE_DIM, VALUE_DIM, BLOCK)
+        before, part = end_block(parts, block, end, folds, live, before, part, channels, VALUE_DIM, BLOCK, KEYS)
     return before, part

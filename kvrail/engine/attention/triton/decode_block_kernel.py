@@ -24,11 +24,11 @@ def add_open_blocks(
     live,
     before,
     part,
+    channels,
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_DIM_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -36,6 +36,7 @@ def add_open_blocks(
     SCALED: tl.constexpr,
     SEVERED: tl.constexpr,
     STAGES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """Add the blocks from `begin` to `stop` of a share that ends at `end` to (`before`, `part`).
 
@@ -46,12 +47,12 @@ def add_open_blocks(
         base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
         scores = scores_of(
             q, keys, key_scales, base, rows, block, position, kv_len, scale, softcap,
-            KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, True,
+            KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, True, KEYS,
         )  # fmt: skip
         part = add_block(
-            scores, values, value_scales, base, rows, part, block, kv_len, scale, softcap,
+            scores, values, value_scales, base, rows, part, block, kv_len, scale, softcap, channels,
             (q[0] if isinstance(q, tl.tuple) else q).dtype,
-            VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, True,
+            VALUE_DIM, BLOCK, SOFTCAP, SCALED, SEVERED, True, KEYS,
         )  # fmt: skip
-        before, part = end_block(parts, block, end, folds, live, before, part, VALUE_DIM, VALUE_DIM_PADDED, BLOCK)
+        before, part = end_block(parts, block, end, folds, live, before, part, channels, VALUE_DIM, BLOCK, KEYS)
     return before, part

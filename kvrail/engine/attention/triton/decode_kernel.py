@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.shares import SHARE_FIELDS
+from kvrail.engine.attention.triton.axes_kernel import along, dealt_numbers, sums_of
 from kvrail.engine.attention.triton.closed_kernel import add_closed_blocks, open_stages_of
 from kvrail.engine.attention.triton.decode_block_kernel import add_open_blocks
 from kvrail.engine.attention.triton.order import (
@@ -36,9 +37,9 @@ from kvrail.engine.attention.triton.order_kernel import (
     output_of,
     part_of,
     share_of,
-    summed,
 )
 from kvrail.engine.attention.triton.page_kernels import store_rows, unit_stride
+from kvrail.engine.attention.triton.pair_kernel import whole
 from kvrail.engine.kv.formats import LayerPages
 
 _FEW_ROWS = 4
@@ -48,28 +49,31 @@ _FEW_ROWS = 4
 class DecodeTuning:
     """Launch parameters: warps and pipeline stages a program, programs that run at once on a processor, registers.
 
-    registers: of a thread; None: the compiler decides.
+    registers: of a thread; None: the compiler decides. columns: queries are columns of products, see `axes_kernel`.
     """
 
     warps: int = 4
     stages: int = 3
     programs: int = 4
     registers: int | None = None
+    columns: bool = False
 
 
 def tuning_for(shape: HeadShape, rows: int, code_bits: int | None = None) -> DecodeTuning:
-    """Parameters for `rows` sequences with heads of `shape`; chosen on an H200 for heads of 128 (decision 0041).
+    """Parameters for `rows` sequences with heads of `shape`; chosen on an H200 for heads of 128 (decision 0043).
 
     code_bits: of closed pages, see LayerPages.closed_tiles; None: all pages are plain.
     """
-    few = rows <= _FEW_ROWS
+    few, plain = rows <= _FEW_ROWS, code_bits is None
     if block_of(shape) < 64:
         return DecodeTuning(stages=2)
-    if (few and not code_bits) or (code_bits is None and shape.page_bytes > 1):
+    if plain and not severed(shape):
         return DecodeTuning(stages=5, programs=2)
+    if plain or code_bits == 8:
+        return DecodeTuning(stages=5, programs=3, registers=168, columns=True)
     if code_bits == 0:
-        return DecodeTuning(stages=5, programs=3, registers=168)
-    return DecodeTuning(stages=5, registers=168 if few else 128)
+        return DecodeTuning(stages=5, programs=2, columns=True) if few else DecodeTuning(registers=128, columns=True)
+    return DecodeTuning(stages=5, registers=168 if few else 128, columns=True)
 
 
 def tuning_over(layer: LayerPages, dtype: torch.dtype, rows: int) -> DecodeTuning:
@@ -198,12 +202,14 @@ def _decode_kernel(
     CODE_BITS: tl.constexpr,
     LEAD: tl.constexpr,
     ASSEMBLED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """Grid: (KV_HEADS, shares). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0.
 
     Programs that share a sequence leave float32: part_out [sequences, heads, part_stride, VALUE_DIM], and part_top,
     part_total [sequences, heads, part_stride]; the first one leaves the sum of its parts in place of the last of them.
     CODE_BITS: see closed_scores_of. LEAD: tokens in open pages before the closed ones; 0: none, and no code for them.
+    KEYS: see axes_kernel.
     """
     kv_head, share = tl.program_id(0), shares + tl.program_id(1) * FIELDS
     row, number, programs = tl.load(share).to(tl.int64), tl.load(share + 1), tl.load(share + 2)
@@ -225,45 +231,44 @@ def _decode_kernel(
 
     group, key_dim = tl.arange(0, GROUP_PADDED), tl.arange(0, KEY_DIM_PADDED)
     live, head = group < GROUP, kv_head * GROUP + group
-    at = query + row * query_stride_row + head[:, None] * query_stride_head + key_dim[None, :]
-    q = tl.load(at, mask=live[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
+    at = query + row * query_stride_row + along(head, 1 - KEYS) * query_stride_head + along(key_dim, KEYS)
+    q = tl.load(at, mask=along(live, 1 - KEYS) & along(key_dim < KEY_DIM, KEYS), other=0.0)
     position = tl.full([1], kv_len - 1, tl.int32)
     pools, closed_pool = (keys, values, key_scales, value_scales), (closed_pages, spare, unit_bytes)
     parts = (part_out, part_top, part_total, (row * KV_HEADS * GROUP + head) * part_stride - part_of(first))
-    before = none_before(GROUP_PADDED, VALUE_DIM_PADDED)
-    q, scale, part = begun(q, keys, scale, KEY_DIM, VALUE_DIM, VALUE_DIM_PADDED, SEVERED)
+    channels = dealt_numbers(VALUE_DIM_PADDED, BOTH_TILES > 0 and not KEYS)
+    before = none_before(GROUP_PADDED, VALUE_DIM_PADDED, sums_of(KEYS), KEYS)
+    q, scale, part = begun(q, keys, scale, KEY_DIM, VALUE_DIM, VALUE_DIM_PADDED, SEVERED, KEYS)
     closed = begin
     if LEAD > 0:
         closed = tl.maximum(begin, tl.minimum(LEAD, end))
         before, part = add_open_blocks(
             q, pools, table, kv_head, begin, closed, end, position, kv_len, scale, softcap, parts, folds, live, before,
-            part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
-            LIMIT > 0, SEVERED, open_stages_of(CODE_BITS),
+            part, channels, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, LIMIT > 0,
+            SEVERED, open_stages_of(CODE_BITS), KEYS,
         )  # fmt: skip
     opened = closed
     if BOTH_TILES:
         opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + row), end))
         before, part = add_closed_blocks(
             q, closed_pool, table, kv_head, closed, opened, end, position, kv_len, scale, softcap, parts, folds, live,
-            before, part, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES,
-            CODE_BITS, ASSEMBLED,
+            before, part, channels, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE,
+            BOTH_TILES, CODE_BITS, ASSEMBLED, KEYS,
         )  # fmt: skip
     before, part = add_open_blocks(
         q, pools, table, kv_head, opened, end, end, position, kv_len, scale, softcap, parts, folds, live, before, part,
-        KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
-        LIMIT > 0, SEVERED, open_stages_of(CODE_BITS) if BOTH_TILES else None,
+        channels, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
+        LIMIT > 0, SEVERED, open_stages_of(CODE_BITS) if BOTH_TILES else None, KEYS,
     )  # fmt: skip
-
-    part = summed(part)
+    part = whole(part, KEYS)
     if folds:
-        part = fold(before, part)
+        part = fold(before, part, KEYS)
     if alone:
-        result = output_of(part, sinks, head, live, SINKS)
-        value_dim = tl.arange(0, VALUE_DIM_PADDED)
-        where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
-        tl.store(out + where, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
+        result = output_of(part, sinks, head, live, SINKS, KEYS).to(out.dtype.element_ty)
+        where = along(row * KV_HEADS * GROUP + head, 1 - KEYS) * VALUE_DIM + along(channels, KEYS)
+        tl.store(out + where, result, along(live, 1 - KEYS) & along(channels < VALUE_DIM, KEYS))
     else:
-        leave(parts, part_of(end - 1), part, live, VALUE_DIM, VALUE_DIM_PADDED)
+        leave(parts, part_of(end - 1), part, live, channels, VALUE_DIM, KEYS)
         _, folded = share_of(first, kv_len, 0, programs, 2 * BLOCK)
         _join_if_last(
             counters + row * KV_HEADS + kv_head, part_of(end - 1) - part_of(begin) + 1, out,
@@ -326,7 +331,7 @@ def decode_attention(
         parts,
         options.scale,
         options.softcap,
-        **_dims(kv_heads, heads // kv_heads, key_dim, value_dim),
+        **_dims(kv_heads, heads // kv_heads, key_dim, value_dim, tuning.columns),
         PAGE_SIZE=page_size,
         BLOCK=block_of(shape),
         FIELDS=SHARE_FIELDS,
@@ -342,17 +347,18 @@ def decode_attention(
     )
 
 
-def _dims(kv_heads: int, group: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """The kernel's constants for a model's head shape."""
+def _dims(kv_heads: int, group: int, key_dim: int, value_dim: int, columns: bool) -> dict[str, int]:
+    """The kernel's constants for a model's head shape; columns: see DecodeTuning."""
     joined = int(triton.next_power_of_2(group))
     return {
         "KV_HEADS": kv_heads,
         "GROUP": group,
-        "GROUP_PADDED": max(16, joined),
+        "GROUP_PADDED": max(8 if columns else 16, joined),
         "GROUP_JOINED": joined,
         "KEY_DIM": key_dim,
         "KEY_DIM_PADDED": padded(key_dim),
         "VALUE_DIM": value_dim,
         "VALUE_DIM_PADDED": padded(value_dim),
         "AT_ONCE": joined_at_once(group, value_dim),
+        "KEYS": 0 if columns else 1,
     }

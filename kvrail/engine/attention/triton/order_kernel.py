@@ -3,14 +3,13 @@
 import triton
 import triton.language as tl
 
+from kvrail.engine.attention.triton.axes_kernel import along, gathered, product, sized, sums_of
 from kvrail.engine.attention.triton.order import FIRST, PARTS
 from kvrail.engine.attention.triton.pair_kernel import add_pairs, halves_of, pair_scores, rest_of, whole
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIRST_OCTAVE = tl.constexpr(FIRST + PARTS)
 _PER_OCTAVE = tl.constexpr(PARTS)
-SUMS = tl.constexpr(8)
-"""Columns of ones: the fewest columns that a tensor core multiplies by."""
 LOWEST = tl.constexpr(-1.0e30)
 """Stands for minus infinity, so that no difference is undefined."""
 
@@ -61,24 +60,31 @@ def apart(x, SEVERED: tl.constexpr):
 
 
 @triton.jit
-def nothing(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
-    """An empty part: (weighted values, highest score, sums of weights) of each row, the sums in SUMS columns."""
-    acc = tl.zeros([ROWS, VALUE_DIM_PADDED], tl.float32)
-    top = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS, SUMS], tl.float32)
+def nothing(QUERIES: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr):
+    """An empty part: (weighted values, highest score, sums of weights) of each query, each sum `sums_of` times."""
+    acc = tl.zeros(sized(QUERIES, VALUE_DIM_PADDED, KEYS), tl.float32)
+    top = tl.full([QUERIES], LOWEST, tl.float32)
+    total = tl.zeros(sized(QUERIES, sums_of(KEYS), KEYS), tl.float32)
     return acc, top, total
 
 
 @triton.jit
 def begun(
-    q, keys, scale, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, PAIRED: tl.constexpr
+    q,
+    keys,
+    scale,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    PAIRED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """What loops over blocks begin with: (queries, scale, an empty part); PAIRED: see `pair_kernel`, for bfloat16."""
-    if PAIRED and q.dtype == tl.bfloat16 and q.shape[1] > 16 and (KEY_DIM | VALUE_DIM) % 2 == 0:
-        acc, top, total = nothing(q.shape[0], VALUE_PADDED // 2)
-        return halves_of(q), scale * rest_of(keys.dtype.element_ty), ((acc, acc), top, total)
+    if PAIRED and q.dtype == tl.bfloat16 and q.shape[KEYS] > 16 and (KEY_DIM | VALUE_DIM) % 2 == 0:
+        acc, top, total = nothing(q.shape[1 - KEYS], VALUE_PADDED // 2, KEYS)
+        return halves_of(q, KEYS), scale * rest_of(keys.dtype.element_ty), ((acc, acc), top, total)
     else:
-        return q, scale, nothing(q.shape[0], VALUE_PADDED)
+        return q, scale, nothing(q.shape[1 - KEYS], VALUE_PADDED, KEYS)
 
 
 @triton.jit
@@ -125,37 +131,49 @@ def scores_of(
     SCALED: tl.constexpr,
     SEVERED: tl.constexpr,
     MASKED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """Products of one block's keys, [rows, BLOCK], not scaled yet; minus infinity where a query does not see a token.
+    """Products of one block's keys, not scaled yet; minus infinity where a query does not see a token.
 
-    q: [rows, KEY_DIM_PADDED]; base, rows: see slots_of; position: the queries' own tokens, [rows], or [1] where all
-    have one token; end: number of tokens. MASKED: some query does not see some token of the block.
+    q: of queries and KEY_DIM_PADDED; base, rows: see slots_of; position: the queries' own tokens, [queries], or [1]
+    where all have one token; end: number of tokens. MASKED: some query does not see some token of the block.
     """
     token = block + tl.arange(0, BLOCK)
     if isinstance(q, tl.tuple):
-        scores = pair_scores(q, keys, base, rows, KEY_DIM)
+        scores = pair_scores(q, keys, base, rows, KEY_DIM, KEYS)
     else:
         key_dim = tl.arange(0, KEY_DIM_PADDED)
-        key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
+        key = keys + base * KEY_DIM + along(rows, KEYS) * KEY_DIM + along(key_dim, 1 - KEYS)
         # A page's rows behind `end` are read, too; their scores are masked.
-        k = tl.load(key, mask=(key_dim < KEY_DIM)[:, None], other=0.0) if KEY_DIM < KEY_DIM_PADDED else tl.load(key)
-        scores = tl.dot(q, apart(k.to(q.dtype), SEVERED), input_precision="ieee")
+        mask = along(key_dim < KEY_DIM, 1 - KEYS)
+        k = tl.load(key, mask=mask, other=0.0) if KEY_DIM < KEY_DIM_PADDED else tl.load(key)
+        scores = product(q, apart(k.to(q.dtype), SEVERED), None, KEYS)
     if SCALED:
-        scores *= tl.load(key_scales + base + rows)[None, :]
-    return seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
+        scores *= along(tl.load(key_scales + base + rows), KEYS)
+    return seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED, KEYS)
 
 
 @triton.jit
 def seen_scores(
-    scores, token, position, end, scale, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+    scores,
+    token,
+    position,
+    end,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """Products of queries and keys with softcap, and minus infinity where a query does not see a token."""
     if SOFTCAP:
         scores = tanh(scores * scale / softcap)
     if MASKED:
-        seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
+        last = along(position, 1 - KEYS)
+        seen = (along(token, KEYS) <= last) & along(token < end, KEYS)
         if WINDOW > 0:
-            seen &= token[None, :] > position[:, None] - WINDOW
+            seen &= along(token, KEYS) > last - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
     return scores
 
@@ -172,22 +190,25 @@ def add_block(
     end,
     scale,
     softcap,
+    channels,
     dtype: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     SEVERED: tl.constexpr,
     MASKED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """A part with one block's values, weighted by its scores; dtype: the type of both factors, see scores_of."""
+    """A part with one block's values, weighted by its scores.
+
+    channels: of weighted values; dtype: the type of both factors, see scores_of.
+    """
     acc, top, total = part
     token = block + tl.arange(0, BLOCK)
-    value_dim = tl.arange(0, VALUE_DIM_PADDED)
-    mask = (value_dim < VALUE_DIM)[None, :]
+    mask = along(channels < VALUE_DIM, KEYS)
     if MASKED:
-        mask &= (token < end)[:, None]
+        mask &= along(token < end, 1 - KEYS)
     by = None
     if SCALED:
         by = tl.load(value_scales + base + rows)
@@ -196,70 +217,79 @@ def add_block(
         if isinstance(acc, tl.tuple):
             by *= rest_of(values.dtype.element_ty)
     factor = softcap if SOFTCAP else scale
-    weights, shrink, higher, total = weights_of(scores, top, total, factor, dtype, BLOCK, by=by)
+    weights, shrink, higher, total = weights_of(scores, top, total, factor, dtype, BLOCK, KEYS, by=by)
     if isinstance(acc, tl.tuple):
-        acc = add_pairs(weights, values, base, rows, acc, shrink, VALUE_DIM)
+        acc = add_pairs(weights, values, base, rows, acc, shrink, VALUE_DIM, KEYS)
     else:
-        value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
-        v = tl.load(value, mask=mask, other=0.0) if MASKED or VALUE_DIM < VALUE_DIM_PADDED else tl.load(value)
-        acc = tl.dot(weights.to(dtype), apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
+        value = values + base * VALUE_DIM + along(rows, 1 - KEYS) * VALUE_DIM + along(channels, KEYS)
+        v = tl.load(value, mask=mask, other=0.0) if MASKED or channels.shape[0] > VALUE_DIM else tl.load(value)
+        acc = product(weights.to(dtype), apart(v.to(dtype), SEVERED), acc * along(shrink, 1 - KEYS), KEYS)
     return acc, higher, total
 
 
 @triton.jit
-def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constexpr, TIMES: tl.constexpr = 1.0, by=None):
+def weights_of(
+    scores,
+    top,
+    total,
+    scale,
+    dtype: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    CLOSED: tl.constexpr = False,
+    TIMES: tl.constexpr = 1.0,
+    by=None,
+):
     """A block's weights: (TIMES weights, what the sums before shrink by, the highest score, sums of weights).
 
-    TIMES: a power of two; by: [BLOCK], what weights are multiplied by where values have scales.
+    CLOSED: scores are of `dealt` keys; TIMES: a power of two; by: [BLOCK], what weights are multiplied by where values
+    have scales.
     """
     factor = scale * _LOG2E
-    higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
+    higher = tl.maximum(top, tl.max(scores, axis=KEYS) * factor)
     weights = tl.exp2(
-        tl.fma(scores, tl.broadcast_to(factor, scores.shape), tl.broadcast_to(-higher[:, None], scores.shape))
+        tl.fma(scores, tl.broadcast_to(factor, scores.shape), tl.broadcast_to(along(-higher, 1 - KEYS), scores.shape))
     )
     if TIMES != 1.0:
         weights *= TIMES
     shrink = tl.exp2(top - higher)
+    if CLOSED:
+        weights = gathered(weights, KEYS)
     scaled = weights
     if by is not None:  # before the product below, so that threads exchange both kinds of weights at once
-        scaled = (weights * by[None, :]).to(dtype)
+        scaled = (weights * along(by, KEYS)).to(dtype)
     # In one step, Triton would round the constant to six decimals.
-    ones = tl.full([BLOCK, SUMS], 1.0 / TIMES, tl.float32).to(dtype)
-    total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
+    ones = tl.full(sized(BLOCK, sums_of(KEYS), KEYS), 1.0 / TIMES, tl.float32).to(dtype)
+    total = product(weights.to(dtype), ones, total * along(shrink, 1 - KEYS), KEYS)
     return scaled, shrink, higher, total
 
 
 @triton.jit
-def none_before(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
-    """What `fold` adds the first part to."""
-    acc = tl.zeros([ROWS, VALUE_DIM_PADDED], tl.float32)
-    return acc, tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
+def none_before(QUERIES: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr, SUMS: tl.constexpr, KEYS: tl.constexpr):
+    """What `fold` adds the first part to. SUMS: how often each sum is there."""
+    acc = tl.zeros(sized(QUERIES, VALUE_DIM_PADDED, KEYS), tl.float32)
+    return acc, tl.full([QUERIES], LOWEST, tl.float32), tl.zeros(sized(QUERIES, SUMS, KEYS), tl.float32)
 
 
 @triton.jit
-def fold(before, part):
-    """Add one more part to those before it; of both the sums are [rows]: see `summed`."""
+def fold(before, part, KEYS: tl.constexpr):
+    """Add one more part to those before it."""
     acc, top, total = before
     part_acc, part_top, part_total = part
     higher = tl.maximum(top, part_top)
     old, new = tl.exp2(top - higher), tl.exp2(part_top - higher)
-    return acc * old[:, None] + part_acc * new[:, None], higher, total * old + part_total * new
+    old, new = along(old, 1 - KEYS), along(new, 1 - KEYS)
+    return acc * old + part_acc * new, higher, total * old + part_total * new
 
 
 @triton.jit
-def summed(part):
-    """A part with sums of weights [rows]: all columns of ones give the same."""
-    acc, top, total = part
-    return whole(acc), top, tl.max(total, axis=1)
-
-
-@triton.jit
-def output_of(folded, sinks, head, live, SINKS: tl.constexpr):
-    """Outputs of all parts folded; head: each row's; 0 where a row sees nothing, never -0."""
+def output_of(folded, sinks, head, live, SINKS: tl.constexpr, KEYS: tl.constexpr):
+    """Outputs of all parts folded; head: each query's; 0 where a query sees nothing, never -0."""
     acc, top, total = folded
+    total = tl.max(total, axis=KEYS)  # they are all the same
     if SINKS:
         total += tl.exp2(tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _LOG2E - top)
-    return acc / tl.where(total > 0, total, 1.0)[:, None] + 0.0
+    return acc / along(tl.where(total > 0, total, 1.0), 1 - KEYS) + 0.0
 
 
 @triton.jit
@@ -274,19 +304,18 @@ def share_of(first, end, number, programs, shortest):
 
 
 @triton.jit
-def leave(parts, number, part, live, VALUE_DIM: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
+def leave(parts, number, part, live, channels, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr):
     """Store a part for `join`.
 
-    parts: where (weighted values, highest scores, sums) and, in each row, part 0 lie; number: the part's; part: summed.
+    parts: where (weighted values, highest scores, sums) and, of each query, part 0 lie; number: the part's.
     """
     part_out, part_top, part_total, place = parts
     acc, top, total = part
     at = place + number
-    value_dim = tl.arange(0, VALUE_DIM_PADDED)
-    where = at[:, None] * VALUE_DIM + value_dim[None, :]
-    tl.store(part_out + where, acc, live[:, None] & (value_dim < VALUE_DIM)[None, :])
+    where = along(at, 1 - KEYS) * VALUE_DIM + along(channels, KEYS)
+    tl.store(part_out + where, acc, along(live, 1 - KEYS) & along(channels < VALUE_DIM, KEYS))
     tl.store(part_top + at, top, live)
-    tl.store(part_total + at, total, live)
+    tl.store(part_total + at, tl.max(total, axis=KEYS), live)
 
 
 @triton.jit
@@ -298,9 +327,10 @@ def end_block(
     live,
     before,
     part,
+    channels,
     VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """(`before`, `part`) behind `block`.
 
@@ -308,9 +338,9 @@ def end_block(
     """
     if begins_part(block + BLOCK) & (block + BLOCK < end):
         if folds:
-            before = fold(before, summed(part))
+            before = fold(before, whole(part, KEYS), KEYS)
         else:
-            leave(parts, part_of(block), summed(part), live, VALUE_DIM, VALUE_DIM_PADDED)
+            leave(parts, part_of(block), whole(part, KEYS), live, channels, VALUE_DIM, KEYS)
         part = emptied(part)
     return before, part
 
@@ -343,7 +373,7 @@ def join(
     head = kv_head * GROUP + group
     place = (row * KV_HEADS * GROUP + head) * stride
     live = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
-    before = none_before(GROUP_PADDED, VALUE_DIM_PADDED)
+    before = none_before(GROUP_PADDED, VALUE_DIM_PADDED, 1, 1)
     for first in range(begin, count, AT_ONCE):
         for ahead in tl.static_range(AT_ONCE):  # unrolled, so that the loads of several parts are under way together
             part = first + ahead + group * 0
@@ -352,7 +382,7 @@ def join(
             new_total = tl.load(part_total + place + part, mask=there, other=0.0)
             where = (place + part)[:, None] * VALUE_DIM + value_dim[None, :]
             new = tl.load(part_out + where, mask=live & there[:, None], other=0.0)
-            before = fold(before, (new, new_top, new_total))
-    result = output_of(before, sinks, head, group < GROUP, SINKS)
+            before = fold(before, (new, new_top, along(new_total, 0)), 1)
+    result = output_of(before, sinks, head, group < GROUP, SINKS, 1)
     where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
     tl.store(out + where, result.to(out.dtype.element_ty), live)

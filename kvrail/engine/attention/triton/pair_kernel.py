@@ -8,6 +8,8 @@ channels are multiplied first.
 import triton
 import triton.language as tl
 
+from kvrail.engine.attention.triton.axes_kernel import along, product, sized
+
 _FIRST = tl.constexpr(2.0**56)
 """What queries are made larger by before products, and weighted values after them; the rest: see rest_of."""
 
@@ -45,32 +47,43 @@ def _load(pool, base, rows, pair, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
 
 
 @triton.jit
-def halves_of(q):
+def halves_of(q, KEYS: tl.constexpr):
     """Queries for pair_scores."""
-    even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
+    if KEYS:
+        pairs = tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2])
+    else:
+        pairs = tl.permute(tl.reshape(q, [q.shape[0] // 2, 2, q.shape[1]]), (0, 2, 1))
+    even, odd = tl.split(pairs)
     return even * _FIRST, odd * _FIRST
 
 
 @triton.jit
-def pair_scores(q, keys, base, rows, DIM: tl.constexpr):
+def pair_scores(q, keys, base, rows, DIM: tl.constexpr, KEYS: tl.constexpr):
     """Products of queries and keys / rest_of their type."""
-    HALF: tl.constexpr = q[0].shape[1]
+    HALF: tl.constexpr = q[0].shape[KEYS]
     KIND: tl.constexpr = keys.dtype.element_ty
-    k = _load(keys, base, rows[None, :], tl.arange(0, HALF)[:, None], DIM, 2 * HALF)
-    return tl.dot(q[1], widened(k, KIND, True), tl.dot(q[0], widened(k, KIND, False)))
+    k = _load(keys, base, along(rows, KEYS), along(tl.arange(0, HALF), 1 - KEYS), DIM, 2 * HALF)
+    return product(q[1], widened(k, KIND, True), product(q[0], widened(k, KIND, False), None, KEYS), KEYS)
 
 
 @triton.jit
-def add_pairs(weights, values, base, rows, acc, shrink, DIM: tl.constexpr):
+def add_pairs(weights, values, base, rows, acc, shrink, DIM: tl.constexpr, KEYS: tl.constexpr):
     """Weighted values / _FIRST: `acc`, which shrinks, and those of a block. weights: times rest_of the values' type."""
-    HALF: tl.constexpr = acc[0].shape[1]
+    HALF: tl.constexpr = acc[0].shape[KEYS]
     KIND: tl.constexpr = values.dtype.element_ty
-    v = _load(values, base, rows[:, None], tl.arange(0, HALF)[None, :], DIM, 2 * HALF)
-    even = tl.dot(weights, widened(v, KIND, False), acc[0] * shrink[:, None])
-    return even, tl.dot(weights, widened(v, KIND, True), acc[1] * shrink[:, None])
+    v = _load(values, base, along(rows, 1 - KEYS), along(tl.arange(0, HALF), KEYS), DIM, 2 * HALF)
+    shrink = along(shrink, 1 - KEYS)
+    even = product(weights, widened(v, KIND, False), acc[0] * shrink, KEYS)
+    return even, product(weights, widened(v, KIND, True), acc[1] * shrink, KEYS)
 
 
 @triton.jit
-def whole(acc):
-    """Weighted values of all channels, whether they are pairs or not."""
-    return tl.interleave(acc[0], acc[1]) * _FIRST if isinstance(acc, tl.tuple) else acc
+def whole(part, KEYS: tl.constexpr):
+    """A part with weighted values of all channels in one tensor, whether they are pairs or not."""
+    acc, top, total = part
+    if isinstance(acc, tl.tuple):
+        HALF: tl.constexpr = acc[0].shape[KEYS]
+        QUERIES: tl.constexpr = acc[0].shape[1 - KEYS]
+        both = tl.join(acc[0], acc[1]) if KEYS else tl.permute(tl.join(acc[0], acc[1]), (0, 2, 1))
+        acc = tl.reshape(both, sized(QUERIES, 2 * HALF, KEYS)) * _FIRST
+    return acc, top, total

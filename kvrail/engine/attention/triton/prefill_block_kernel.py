@@ -19,8 +19,8 @@ from kvrail.engine.attention.triton.order_kernel import (
     part_of,
     scores_of,
     slots_of,
-    summed,
 )
+from kvrail.engine.attention.triton.pair_kernel import whole
 
 
 @triton.jit
@@ -31,8 +31,8 @@ def _begin_part(
     live,
     before,
     part,
+    channels,
     VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
     SHARED: tl.constexpr,
 ):
     """Where `block` begins a part, fold the part before it into those before, or leave it for `join` if SHARED.
@@ -42,9 +42,9 @@ def _begin_part(
     if begins_part(block):
         if SHARED:
             if block > begin:
-                leave(parts, part_of(block - 1), summed(part), live, VALUE_DIM, VALUE_DIM_PADDED)
+                leave(parts, part_of(block - 1), whole(part, 1), live, channels, VALUE_DIM, 1)
         else:
-            before = fold(before, summed(part))
+            before = fold(before, whole(part, 1), 1)
         part = emptied(part)
     return before, part
 
@@ -66,11 +66,11 @@ def open_blocks(
     live,
     before,
     part,
+    channels,
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_DIM_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -90,13 +90,13 @@ def open_blocks(
         base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
         scores = scores_of(
             q, keys, key_scales, base, rows, block, position, end, scale, softcap,
-            KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, MASKED,
+            KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, MASKED, 1,
         )  # fmt: skip
-        before, part = _begin_part(parts, block, begin, live, before, part, VALUE_DIM, VALUE_DIM_PADDED, SHARED)
+        before, part = _begin_part(parts, block, begin, live, before, part, channels, VALUE_DIM, SHARED)
         part = add_block(
-            scores, values, value_scales, base, rows, part, block, end, scale, softcap,
+            scores, values, value_scales, base, rows, part, block, end, scale, softcap, channels,
             (q[0] if isinstance(q, tl.tuple) else q).dtype,
-            VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, MASKED,
+            VALUE_DIM, BLOCK, SOFTCAP, SCALED, SEVERED, MASKED, 1,
         )  # fmt: skip
     return before, part
 
@@ -118,6 +118,7 @@ def closed_blocks(
     live,
     before,
     part,
+    channels,
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -138,11 +139,11 @@ def closed_blocks(
         keys, values = closed_codes_of(pair, spare, KEY_DIM, VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, ASSEMBLED)
         scores = closed_scores_of(
             q, pair, keys, spare, unit_bytes, block, position, end, scale, softcap,
-            KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
+            KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED, 1,
         )  # fmt: skip
-        before, part = _begin_part(parts, block, begin, live, before, part, VALUE_DIM, VALUE_DIM, SHARED)
+        before, part = _begin_part(parts, block, begin, live, before, part, channels, VALUE_DIM, SHARED)
         part = add_closed_block(
             scores, pair, values, spare, unit_bytes, part, scale, softcap, q.dtype,
-            VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
+            VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED, 1,
         )  # fmt: skip
     return before, part

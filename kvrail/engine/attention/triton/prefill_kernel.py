@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kvrail.engine.attention.meta import BLOCK_FIELDS
 from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.attention.triton.axes_kernel import sums_of
 from kvrail.engine.attention.triton.order import (
     HeadShape,
     block_of,
@@ -36,9 +37,9 @@ from kvrail.engine.attention.triton.order_kernel import (
     output_of,
     part_of,
     share_of,
-    summed,
 )
 from kvrail.engine.attention.triton.page_kernels import unit_stride
+from kvrail.engine.attention.triton.pair_kernel import whole
 from kvrail.engine.attention.triton.prefill_block_kernel import closed_blocks, open_blocks
 from kvrail.engine.kv.formats import LayerPages
 
@@ -183,14 +184,14 @@ def _prefill_kernel(
     )
     pools, closed_pool = (keys, values, key_scales, value_scales), (closed_pages, spare, unit_bytes)
     parts = (part_out, part_top, part_total, (packed * HEADS + heads) * part_stride - part_of(first))
-    before = none_before(ROWS, VALUE_DIM_PADDED)
-    q, scale, part = begun(q, keys, scale, KEY_DIM, VALUE_DIM, VALUE_DIM_PADDED, SEVERED)
+    before = none_before(ROWS, VALUE_DIM_PADDED, sums_of(1), 1)
+    q, scale, part = begun(q, keys, scale, KEY_DIM, VALUE_DIM, VALUE_DIM_PADDED, SEVERED, 1)
     closed = begin
     if LEAD > 0:
         closed = tl.maximum(begin, tl.minimum(LEAD, stop))
         before, part = open_blocks(
             q, pools, table, kv_head, begin, closed, position, end, scale, softcap, begin, parts, live, before, part,
-            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
+            value_dim, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP,
             SCALED, SEVERED, SHARED, True,
         )  # fmt: skip
     opened = closed
@@ -198,8 +199,8 @@ def _prefill_kernel(
         opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + tl.maximum(sequence, 0)), stop))
         before, part = closed_blocks(
             q, closed_pool, table, kv_head, closed, opened, position, end, scale, softcap, begin, parts, live, before,
-            part, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES,
-            CODE_BITS, ASSEMBLED,
+            part, value_dim, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, SHARED, KEY_TILE,
+            BOTH_TILES, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
     if WINDOW > 0:  # a window begins inside a block: all blocks are masked
         masked_from = opened
@@ -207,18 +208,18 @@ def _prefill_kernel(
         masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
         before, part = open_blocks(
             q, pools, table, kv_head, opened, tl.minimum(masked_from, stop), position, end, scale, softcap, begin,
-            parts, live, before, part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE,
+            parts, live, before, part, value_dim, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, PAGE_SIZE,
             BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, False,
         )  # fmt: skip
     before, part = open_blocks(
         q, pools, table, kv_head, tl.maximum(opened, masked_from), stop, position, end, scale, softcap, begin,
-        parts, live, before, part, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE,
+        parts, live, before, part, value_dim, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, PAGE_SIZE,
         BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, True,
     )  # fmt: skip
     if SHARED:
-        leave(parts, part_of(stop - 1), summed(part), live, VALUE_DIM, VALUE_DIM_PADDED)
+        leave(parts, part_of(stop - 1), whole(part, 1), live, value_dim, VALUE_DIM, 1)
     else:
-        result = output_of(fold(before, summed(part)), sinks, heads, live, SINKS)
+        result = output_of(fold(before, whole(part, 1), 1), sinks, heads, live, SINKS, 1)
         row_out = out + ((packed * HEADS + heads) * VALUE_DIM)[:, None] + value_dim[None, :]
         tl.store(row_out, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
 
