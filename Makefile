@@ -61,7 +61,7 @@ test: lint  ## everything that CI checks, but for the compose cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-heavy: $(VENV)/.dev  ## kernels on large pages in Triton's interpreter; minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m heavy -n auto --maxprocesses 8 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "heavy and not clients" -n auto --maxprocesses 8 $(ARGS)
 
 test-pack-large: $(VENV)/.dev  ## a model of 1 GB packed and unpacked, killed ten times each; 8 GB of disk, minutes
 	$(BIN)/python -m pytest -m heavy -o tmp_path_retention_policy=failed tests/pack $(ARGS)

@@ -51,7 +51,10 @@ def test_python(cluster: Cluster, client: str, objects: int):
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("generator", ["aiperf", "evalscope", "guidellm", "lm_eval", "sglang", "vllm"])
+@pytest.mark.parametrize(
+    "generator",
+    ["aiperf", "evalscope", "guidellm", pytest.param("lm_eval", marks=pytest.mark.heavy), "sglang", "vllm"],
+)
 def test_load_generators_and_evaluations(cluster: Cluster, generator: str):
     """Each asks a few times: no request fails, and its own report is full."""
     if generator in LARGE and os.environ.get("CI"):
@@ -76,7 +79,9 @@ def test_compatcanary(cluster: Cluster):
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("api", ["openai-chat", "open-responses", "anthropic"])
+@pytest.mark.parametrize(
+    "api", ["openai-chat", *(pytest.param(api, marks=pytest.mark.heavy) for api in ("open-responses", "anthropic"))]
+)
 def test_llm_comply(cluster: Cluster, api: str):
     """All of its suite, but for images, which are refused by name, and a request without a model, which is served."""
     comply = str(Path(python_with("llm_comply")).with_name("llm-comply"))

@@ -258,7 +258,7 @@ def assert_same_logprobs(found: list, wanted: list) -> None:
         torch.testing.assert_close([one.logprob, *dict(one.top).values()], [other.logprob, *dict(other.top).values()])
 
 
-@pytest.mark.parametrize(("seed", "num_pages"), [(0, 26), (1, 26), (2, 120)])
+@pytest.mark.parametrize(("seed", "num_pages"), [(0, 26), pytest.param(1, 26, marks=pytest.mark.heavy), (2, 120)])
 def test_each_request_gets_the_answer_that_it_gets_alone(seed, num_pages, monkeypatch):
     without_cuda(monkeypatch)
     traffic = Traffic(seed, num_pages)

@@ -19,7 +19,7 @@ def load() -> Load:
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-@pytest.mark.parametrize("per", [1, 2])
+@pytest.mark.parametrize("per", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_products_are_those_with_opened_pages(load: Load, kind: int, per: int) -> None:
     load.per = per
     load.check(0, kind)
