@@ -57,6 +57,7 @@ def test_clients_notice_nothing(name, transport, tmp_path):
         pytest.fail("\n".join(f"-- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(tmp_path.iterdir())))
     report = json.loads(log.read_text().splitlines()[-1])
     print(name, transport, report["outcomes"], len(report["faults"]), "faults; held", report["held"])  # noqa: T201
+    print(*report["details"], sep="\n")  # noqa: T201
     assert report["faults"], "nothing befell the cluster"
     assert set(report["outcomes"]) <= {"full", "refused"}, report  # none wrong, none hung, no improper error
     assert report["outcomes"]["full"] >= (1 if name in NO_LOSS else 0.99) * sum(report["outcomes"].values()), report
