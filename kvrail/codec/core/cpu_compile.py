@@ -54,6 +54,22 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
+def compiled_when_needed(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Like `compiled`, but at the first call, or before it by `compile_now`: other kernels of its file need not wait."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        compile_now = functools.cache(lambda: compiled(signature)(function))
+
+        @functools.wraps(function)
+        def kernel(*arguments: Any) -> Any:
+            return compile_now()(*arguments)
+
+        kernel.compile_now = compile_now  # type: ignore[attr-defined]
+        return kernel
+
+    return decorate
+
+
 def compiled_when_called(function: Callable[..., Any]) -> Any:
     """Compile a function for the types of each call; keep it as `compiled` does where there is a folder for that."""
     try:

@@ -22,6 +22,15 @@ _SHARES = np.array([share(code) for code in (*KEYS, *VALUES)], np.float32)
 _TOPS = np.array([code.top for code in (*KEYS, *VALUES)], np.float32)
 
 
+def prepare(closed: ClosedPages) -> None:
+    """Compile what closes and opens pages of such a form, before a request waits for it."""
+    names = ("close_tiles", "close_pairs", "keep_raw_tiles", "open_tiles")
+    for module in {_KERNELS[type(tile)] for tile in closed.tiles}:
+        for name in names:
+            if kernel := getattr(module, name, None):
+                kernel.compile_now()
+
+
 def close(
     closed: ClosedPages, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:

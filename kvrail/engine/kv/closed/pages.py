@@ -72,6 +72,8 @@ class ClosedPages(ABC):
         pair = forms.pair_bytes(layout.key_dim, layout.value_dim, bits)
         shape = (layout.num_layers, num_pages, layout.num_kv_heads, layout.page_size // TOKENS, pair)
         self.pages = zeroed(shape, torch.uint8, device)
+        if not self.pages.is_cuda:
+            self._kernels().prepare(self)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -103,7 +105,7 @@ class ClosedPages(ABC):
             from kvrail.engine.kv.closed import cuda  # needs triton, which a CPU worker does not
 
             return cuda
-        from kvrail.engine.kv.closed import cpu  # compiles kernels, which a CUDA worker does not need
+        from kvrail.engine.kv.closed import cpu  # needs numba, which a CUDA worker does not
 
         return cpu
 

@@ -9,7 +9,7 @@ Arrays are flat. `order` and `rows` are `form.code_places` and `form.row_places`
 import numpy as np
 from numba import int32, int64, njit, types, uint8, uint16, void
 
-from kvrail.codec.core.cpu_compile import compiled, version_of
+from kvrail.codec.core.cpu_compile import compiled_when_needed, version_of
 from kvrail.engine.kv.fixed import form
 from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
 from kvrail.engine.kv.lossless.cpu_kernels import tiles_of, word_at
@@ -150,7 +150,7 @@ _arguments = (int64, int64, int64, int64, int64, _orders, _orders, int64, int64)
 def _closing(version):
     """The kernels; `version`, of the files that they take functions from, they only close over: see `compiled`."""
 
-    @compiled(void(_bits, _ids, _data, _ids, *_arguments))
+    @compiled_when_needed(void(_bits, _ids, _data, _ids, *_arguments))
     def close_tiles(
         source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, bits,
     ):  # fmt: skip
@@ -164,7 +164,7 @@ def _closing(version):
         for at, to in tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
             _close_tile(source, at, kv_heads * dim, dim, keys, bits, order, rows, closed, to, tile, scales, offsets)
 
-    @compiled(void(_data, _ids, _bits, _ids, *_arguments))
+    @compiled_when_needed(void(_data, _ids, _bits, _ids, *_arguments))
     def open_tiles(
         closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, bits,
     ):  # fmt: skip

@@ -10,7 +10,7 @@ and `form.reading_tables`.
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint8, uint16, void
 
-from kvrail.codec.core.cpu_compile import compiled, version_of
+from kvrail.codec.core.cpu_compile import compiled_when_needed, version_of
 from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
 from kvrail.engine.kv.fixed import form as fixed_form
 from kvrail.engine.kv.fixed.cpu_kernels import OF_SCALE, SHRUNK, nearest, put, put_tile, read_steps, widen
@@ -184,7 +184,7 @@ _data, _bits, _ids, _orders = (
 def _closing(version):
     """The kernels; `version`, of the files that they take functions from, they only close over: see `compiled`."""
 
-    @compiled(
+    @compiled_when_needed(
         void(
             _bits, _bits, _ids, _data, _ids, int64, int64, int64, int64, _orders, _orders, _orders, _orders,
             types.Array(float32, 1, "C"), types.Array(float32, 1, "C"), _bits, int64, int64,
@@ -219,7 +219,9 @@ def _closing(version):
                 2 * _SYMBOLS, value_rows, of_values,
             )  # fmt: skip
 
-    @compiled(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _orders, _orders, int64, _data))
+    @compiled_when_needed(
+        void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _orders, _orders, int64, _data)
+    )
     def open_tiles(
         closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, tables
     ):

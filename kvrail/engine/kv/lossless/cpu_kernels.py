@@ -9,7 +9,7 @@ Arrays are flat. `order` and `channels` are `form.places` and `form.base_places`
 import numpy as np
 from numba import int32, int64, njit, types, uint8, uint16, void
 
-from kvrail.codec.core.cpu_compile import compiled
+from kvrail.codec.core.cpu_compile import compiled_when_needed
 from kvrail.engine.kv.lossless.form import (
     BASE_STEP,
     BASES_TRIED,
@@ -180,7 +180,7 @@ _data, _bits, _ids, _orders = (
 )  # as every argument below
 
 
-@compiled(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _orders, _orders))
+@compiled_when_needed(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _orders, _orders))
 def close_tiles(
     source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels,
 ):  # fmt: skip
@@ -194,7 +194,7 @@ def close_tiles(
         _close_tile(source, at, kv_heads * dim, dim, order, channels, closed, to, bases)
 
 
-@compiled(
+@compiled_when_needed(
     void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _orders, _orders, _data, int64, _orders)
 )  # fmt: skip
 def keep_raw_tiles(
@@ -216,7 +216,7 @@ def keep_raw_tiles(
             _put_word(closed, to + TOKENS * dim // 2 * 3 + dim + 8 * group + 4, int64(units[number]))
 
 
-@compiled(
+@compiled_when_needed(
     void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _orders, _orders, _data, int64)
 )  # fmt: skip
 def open_tiles(

@@ -9,7 +9,7 @@ Arrays are flat. `order` and `channels` are `form.code_places` and `form.channel
 import numpy as np
 from numba import int32, int64, njit, types, uint8, uint16, void
 
-from kvrail.codec.core.cpu_compile import compiled, version_of
+from kvrail.codec.core.cpu_compile import compiled_when_needed, version_of
 from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
 from kvrail.engine.kv.fixed import form as fixed_form
 from kvrail.engine.kv.fixed.cpu_kernels import nearest, put_tile
@@ -190,7 +190,7 @@ _data, _bits, _ids, _order = (types.Array(kind, 1, "C") for kind in (uint8, uint
 def _closing(version):
     """The kernels; `version`, of the files that they take functions from, they only close over: see `compiled`."""
 
-    @compiled(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _order, _order))
+    @compiled_when_needed(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _order, _order))
     def close_tiles(
         source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels
     ):
@@ -199,7 +199,7 @@ def _closing(version):
         for at, to in tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
             _close_tile(source, at, kv_heads * dim, dim, order, channels, closed, to, fixed, codes)
 
-    @compiled(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _order, _order))
+    @compiled_when_needed(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _order, _order))
     def open_tiles(closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels):
         """Open the values of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
         tile = np.empty(TOKENS * dim, np.float32)
