@@ -55,7 +55,7 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def compiled_when_needed(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Like `compiled`, but at the first call, or before it by `compile_now`: other kernels of its file need not wait."""
+    """Like `compiled`, but at the first call, or before it by `compile_now`: other kernels of the file do not wait."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         compile_now = functools.cache(lambda: compiled(signature)(function))
