@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvrail.rpc.options import MAX_MESSAGE_BYTES, MAX_RECONNECT_BACKOFF_MS, common_options
+from kvrail.rpc.options import CONNECT_TIMEOUT_MS, MAX_MESSAGE_BYTES, MAX_RECONNECT_BACKOFF_MS, common_options
 from kvrail.security.tls import Material, Role, Tls, role_host
 
 
@@ -23,8 +23,8 @@ def open_channel(
     options: list[tuple[str, int | str]] = [
         *common_options(max_message_bytes),
         ("grpc.enable_retries", 0),
-        ("grpc.initial_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS // 8),
-        ("grpc.min_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+        ("grpc.initial_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS // 2),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),  # of an attempt, whatever the name says
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
         ("grpc.use_local_subchannel_pool", 1),
     ]

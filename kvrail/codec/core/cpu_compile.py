@@ -58,16 +58,23 @@ def compiled_when_needed(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """Like `compiled`, but at the first call, or before it by `compile_now`: other kernels of the file do not wait."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        compile_now = functools.cache(lambda: compiled(signature)(function))
+        kept = functools.cache(lambda: compiled(signature)(function))
 
         @functools.wraps(function)
         def kernel(*arguments: Any) -> Any:
-            return compile_now()(*arguments)
+            return kept()(*arguments)
 
-        kernel.compile_now = compile_now  # type: ignore[attr-defined]
+        kernel.compile_now = kept  # type: ignore[attr-defined]
         return kernel
 
     return decorate
+
+
+def compile_now(module: ModuleType) -> None:
+    """Compile what is `compiled_when_needed` of a module, before a request waits for it."""
+    for kernel in vars(module).values():
+        if compile_it := getattr(kernel, "compile_now", None):
+            compile_it()
 
 
 def compiled_when_called(function: Callable[..., Any]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvrail.codec.core.cpu_compile import compile_now
 from kvrail.engine.kv.closed.forms import Tile, orders
 from kvrail.engine.kv.closed.pages import ClosedPages, LosslessPages
 from kvrail.engine.kv.fixed import cpu_kernels as fixed
@@ -23,12 +24,9 @@ _TOPS = np.array([code.top for code in (*KEYS, *VALUES)], np.float32)
 
 
 def prepare(closed: ClosedPages) -> None:
-    """Compile what closes and opens pages of such a form, before a request waits for it."""
-    names = ("close_tiles", "close_pairs", "keep_raw_tiles", "open_tiles")
-    for module in {_KERNELS[type(tile)] for tile in closed.tiles}:
-        for name in names:
-            if kernel := getattr(module, name, None):
-                kernel.compile_now()
+    """Compile what closes and opens such pages, before a request waits for it."""
+    for tile in closed.tiles:
+        compile_now(_KERNELS[type(tile)])
 
 
 def close(
