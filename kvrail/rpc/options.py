@@ -3,7 +3,7 @@
 KEEPALIVE_TIME_MS = 5_000  # silence after which a ping asks whether the peer still lives
 KEEPALIVE_TIMEOUT_MS = 5_000  # silence after that ping after which the peer is dead
 CONNECT_TIMEOUT_MS = 2_000  # for one attempt
-MAX_RECONNECT_BACKOFF_MS = 500  # a worker that has started, or started anew, is found within about this time
+MAX_RECONNECT_BACKOFF_MS = 500  # a worker that has started is found within about this time
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Largest message: a prompt of a million tokens takes less. KV does not travel in messages."""
