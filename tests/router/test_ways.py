@@ -182,7 +182,7 @@ def test_prompts_have_the_workers_that_served_best_on_two_gpus(prompts, sequence
 
 
 def test_a_load_that_varies_changes_no_roles():
-    for prompts in (0.87, 0.91, 0.94):
+    for prompts in (0.82, 0.91, 0.94):
         assert [best_split(two(prompts, 30), before) for before in (None, 1)] == [None, 1]
     eight = {"decoding": 8, "both": 8}
     for prompts in (2.2, 2.4):  # of 8 workers, between what 3 and 4 compute
