@@ -60,7 +60,10 @@ def test_clients_notice_nothing(name, transport, tmp_path):
     print(*report["details"], sep="\n")  # noqa: T201
     assert report["faults"], "nothing befell the cluster"
     assert set(report["outcomes"]) <= {"full", "refused"}, report  # none wrong, none hung, no improper error
-    assert report["outcomes"]["full"] >= (1 if name in NO_LOSS else 0.99) * sum(report["outcomes"].values()), report
+    requests = sum(report["outcomes"].values())
+    # A request moves twice at most, so three faults in its way refuse it: few do, and of few requests one or two.
+    most = 0 if name in NO_LOSS else max(2, requests // 100)
+    assert requests - report["outcomes"]["full"] <= most, report
     for process, ((files, memory), (files_after, memory_after)) in report["held"].items():
         assert files_after <= files + FILES_OF_CONNECTIONS, (process, report)
         assert memory_after <= memory + MOST_GROWTH_MIB, (process, report)
