@@ -102,3 +102,23 @@ def test_a_kernel_that_another_version_kept_with_types_that_are_gone_is_compiled
     index.write_bytes(pickle.dumps(numba.__version__) + b"ckernel_of_old\nGeometry\n.")
     assert "compiled: 1" in said(start())
     assert "compiled: 0" in said(start())
+
+
+def test_what_is_needed_later_is_compiled_when_it_is_needed(tmp_path):
+    (tmp_path / "kernel.py").write_text(KERNEL.replace("compiled", "compiled_when_needed"))
+    script = """
+import sys
+from pathlib import Path
+from kvrail.codec.core.cpu_compile import compile_now
+sys.path.insert(0, sys.argv[1])
+import kernel
+kept = lambda: len(list(Path(sys.argv[1]).glob("cache/*/*.nbi")))
+print(kept(), end=" ")
+compile_now(kernel)
+print(kept(), kernel.twice(21))
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    found = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], env=environment, check=True, capture_output=True, text=True
+    )
+    assert found.stdout == "0 1 42\n"
