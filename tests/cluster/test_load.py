@@ -54,7 +54,7 @@ async def test_thirty_two_mixed_requests_again_and_again():
             (await c.ask(prompt, **params)).tokens if n % 2 == 0 else None for n, (prompt, params) in enumerate(asked)
         ]
     process, sizes = psutil.Process(), []
-    async with cluster(folder, num_pages=90, **shared) as c:  # too few pages: preemption
+    async with cluster(folder, num_pages=70, **shared) as c:  # too few pages: preemption
         for number in range(ROUNDS):
             together = await one_round(c, asked, random.Random(number))
             await c.settled()
