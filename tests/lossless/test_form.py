@@ -3,14 +3,15 @@
 import hashlib
 import json
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
 from kvrail.engine.kv.closed import cpu
-from kvrail.engine.kv.closed.forms import orders, page_bytes, unsupported
-from kvrail.engine.kv.closed.pages import LosslessPages
+from kvrail.engine.kv.closed.forms import FORMS, orders, page_bytes, unsupported
+from kvrail.engine.kv.closed.pages import LosslessPages, LossyPages
 from kvrail.engine.kv.lossless.form import RAW, SOME, TOKENS, Tile, base_places, places, supports
 from kvrail.engine.kv.lossless.reference import close_tile, open_tile
 from kvrail.errors import ConfigError
@@ -136,3 +137,17 @@ def test_what_has_no_form_is_refused() -> None:
 
 if __name__ == "__main__":
     GOLDEN.write_text(json.dumps(golden(), indent=0) + "\n")
+
+
+@pytest.mark.parametrize(("form", "kernels"), [("lossless", "lossless"), ("int4", "fixed"), ("rot3", "rotated")])
+def test_a_pool_on_a_cpu_compiles_what_closes_its_pages_before_a_request_waits(
+    form: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[ModuleType] = []
+    monkeypatch.setattr(cpu, "compile_now", compiled.append)
+    layout = KVLayout(1, 1, 64, 64, 64, "bfloat16")
+    if form == "lossless":
+        LosslessPages(layout, 1, 1, "cpu")
+    else:
+        LossyPages(layout, 1, FORMS[form], "cpu")
+    assert f"kvrail.engine.kv.{kernels}.cpu_kernels" in {module.__name__ for module in compiled}
