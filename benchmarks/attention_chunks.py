@@ -1,10 +1,10 @@
-"""Attention of a few new tokens behind many: microseconds of one layer, on a GPU.
+"""Attention of new tokens behind others: microseconds of one layer, on a GPU.
 
-    python -m benchmarks.attention_chunks [--heads 32,64] [--contexts 128,2048,8192,32768]
+    python -m benchmarks.attention_chunks [--heads 32,64] [--contexts 128,2048,8192,32768] [--tokens 2,16,512,8192]
 
-One sequence, 8 KV heads of 128 in bfloat16, pages of 16 tokens; what a step of the engine launches for it, as the
-engine chooses, and with programs that share nothing, which must give the same bits. Beside them one new token, which
-the decode kernel computes.
+One sequence, 8 KV heads of 128 in bfloat16, pages of 64 tokens; what a step of the engine launches for it, as the
+engine chooses, and with programs that share nothing and read one block ahead, which must give the same bits. Beside
+them one new token, which the decode kernel computes.
 """
 
 import argparse
@@ -23,8 +23,7 @@ from kvrail.engine.attention.triton.order import HeadShape
 from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
 from kvrail.engine.kv.formats import LayerPages
 
-KV_HEADS, DIM, PAGE = 8, 128, 16
-TOKENS = (2, 16, 32, 64, 128, 512)
+KV_HEADS, DIM, PAGE = 8, 128, 64
 _LAUNCHES, _REPLAYS, _POOLS = 40, 9, 4
 """Launches go over several pools in turn, so that no cache holds their pages."""
 
@@ -109,16 +108,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", default="32,64", help="numbers of query heads, with commas")
     parser.add_argument("--contexts", default="128,2048,8192,32768", help="tokens in all, the new ones included")
+    parser.add_argument("--tokens", default="2,16,64,512,2048,8192", help="new tokens, with commas")
     args = parser.parse_args()
+    sizes = list(map(int, args.tokens.split(",")))
     if not torch.cuda.is_available():
         raise SystemExit("this needs an NVIDIA GPU")
-    sys.stdout.write(f"{torch.cuda.get_device_name()}; us of one layer, in brackets where programs share nothing\n\n")
-    sys.stdout.write("| heads | context | one token | " + " | ".join(f"{n} tokens" for n in TOKENS) + " |\n")
-    sys.stdout.write("|---" * (3 + len(TOKENS)) + "|\n")
+    sys.stdout.write(f"{torch.cuda.get_device_name()}; us of one layer, in brackets with other launches\n\n")
+    sys.stdout.write("| heads | context | one token | " + " | ".join(f"{n:,} tokens" for n in sizes) + " |\n")
+    sys.stdout.write("|---" * (3 + len(sizes)) + "|\n")
     for heads in map(int, args.heads.split(",")):
         for context in map(int, args.contexts.split(",")):
             sequence = Sequence(heads, context)
-            cells = ["{:.0f} ({:.0f})".format(*sequence.chunk(n)) if n <= context else "" for n in TOKENS]
+            cells = ["{:.0f} ({:.0f})".format(*sequence.chunk(n)) if n <= context else "" for n in sizes]
             sys.stdout.write(f"| {heads} | {context:,} | {sequence.decode():.0f} | " + " | ".join(cells) + " |\n")
 
 

@@ -85,7 +85,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Measurement]:
     yield Measurement("load the model", time.perf_counter() - begin, "s")
     decodes, prefills = ([Case(*pair) for pair in pairs(text)] for text in (options.decode, options.prefill))
     work = pairs(options.workload)[0]
-    bench = make_bench(options, loaded, [*decodes, *prefills, Case(*work)], invariant=True)
+    profiled = [Case(1, 128), Case(64, 2048)] if options.profile else []
+    bench = make_bench(options, loaded, [*decodes, *prefills, *profiled, Case(*work)], invariant=True)
     yield from warm_up(bench)
     yield from measure_ceilings(loaded.device)
     benches = [bench]
@@ -105,7 +106,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Measurement]:
     if options.peer:
         yield from compare(options, bench, Case(*work), folder)
     if options.profile:
-        for case in (Case(1, 128), Case(64, 2048)):
+        for case in profiled:
             print(profile_step(bench, case, options.out))
         print(profile_step(bench, Case(1, 2048), options.out, prefill=True))
 

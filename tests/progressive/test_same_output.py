@@ -2,10 +2,12 @@
 
 The demo model reads real text in float32; KV pages are bfloat16. KVRAIL_EQUALITY_PROMPTS says how many prompts, and
 KVRAIL_EQUALITY_SEED which; `make test-progressive` takes 200. With KVRAIL_EQUALITY_DTYPE=bfloat16 it computes in that,
-and with KVRAIL_EQUALITY_DEVICE=cuda the workers share a GPU. No difference is allowed anywhere.
+and with KVRAIL_EQUALITY_DEVICE=cuda the workers share a GPU. With KVRAIL_EQUALITY_KV_CACHE=lossless both workers close
+their pages, and raw's answers are those of two others whose pages are plain. No difference is allowed anywhere.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -24,6 +26,7 @@ PROMPTS = int(os.environ.get("KVRAIL_EQUALITY_PROMPTS", "1"))
 SEED = int(os.environ.get("KVRAIL_EQUALITY_SEED", "137"))
 DTYPE = os.environ.get("KVRAIL_EQUALITY_DTYPE", "float32")
 DEVICE = os.environ.get("KVRAIL_EQUALITY_DEVICE", "cpu")
+KV_CACHE = os.environ.get("KVRAIL_EQUALITY_KV_CACHE", "plain")
 SHORTEST, LONGEST = 500, 4000
 OUTPUT = 48
 MAX_DRAFTS = 64
@@ -81,18 +84,19 @@ def prompts(count):
         yield ids[begin : begin + length]
 
 
-async def compare(c, gates, prompt, codecs, tally, rng):
-    """Ask greedily and at temperature 0.8, raw and every codec at once."""
-    await c.ask(prompt, codec="raw", max_tokens=1)  # from here on the prefill worker's prefix cache has the prompt
+async def compare(plain, c, gates, prompt, codecs, tally, rng):
+    """Ask greedily and at temperature 0.8, raw of plain pages and every codec at once."""
+    for each in {plain, c}:
+        await each.ask(prompt, codec="raw", max_tokens=1)  # from here on the prefill workers' prefix caches have it
     for options in ({}, {"temperature": 0.8, "seed": rng.randrange(1 << 31)}):
 
-        async def ask(name, drafts, options=options):
+        async def ask(c, name, drafts, options=options):
             request = f"{name}-{rng.randrange(1 << 62)}"
             gates.close(request, drafts)
             return await c.ask(prompt, codec=name, request_id=request, max_tokens=OUTPUT, **options)
 
         wanted = {name: min(rng.randint(0, MAX_DRAFTS), OUTPUT - 1) for name in codecs}
-        raw, *answers = await asyncio.gather(ask("raw", 0), *(ask(name, wanted[name]) for name in codecs))
+        raw, *answers = await asyncio.gather(ask(plain, "raw", 0), *(ask(c, *each) for each in wanted.items()))
         for (name, drafts), answer in zip(wanted.items(), answers, strict=True):
             tally.add(name, answer, raw, drafts, len(prompt), options)
 
@@ -100,17 +104,27 @@ async def compare(c, gates, prompt, codecs, tally, rng):
 async def compare_all(monkeypatch, codecs, count):
     tally, rng = Tally(), random.Random(1)
     gates = Gates(monkeypatch)
-    async with cluster(DEMO, "tcp", decode=DECODE, dtype=DTYPE, device=DEVICE, **SHARED) as c:
+    shared = SHARED | {"dtype": DTYPE, "device": DEVICE}
+    async with contextlib.AsyncExitStack() as clusters:
+        plain, *closed = [
+            await clusters.enter_async_context(cluster(DEMO, "tcp", decode=DECODE, kv_cache=form, **shared))
+            for form in dict.fromkeys(("plain", KV_CACHE))
+        ]
+        c = (plain, *closed)[-1]
         for number, prompt in enumerate(prompts(count), 1):
-            await compare(c, gates, prompt, codecs, tally, rng)
+            await compare(plain, c, gates, prompt, codecs, tally, rng)
             logger.info(
                 "%d of %d prompts, the last of %d tokens: %d requests, drafts made in %d of %d, %d proposed,"
                 " %d accepted; %d answers differ",
                 *(number, count, len(prompt), tally.requests, tally.drafted, tally.staged),
                 *(tally.proposed, tally.accepted, len(tally.differences)),
             )
-        await c.settled()
-        assert not held_bytes(c)
+        for each in {plain, c}:
+            await each.settled()
+            assert not held_bytes(each)
+        assert all(
+            worker.engine._closer.pages > count for each in closed for worker in (each.decode, *each.prefills.values())
+        )
     return tally
 
 
