@@ -46,6 +46,14 @@ async def one_round(c, asked, rng):
     return await asyncio.gather(*(ask(number, *each) for number, each in enumerate(asked)))
 
 
+def short():
+    """All of them are begun at once, and each grows by four pages: some must give way."""
+    rng = random.Random(2)
+    for number in range(CONCURRENT):
+        prompt = [rng.randrange(256) for _ in range(20)]
+        yield prompt, {"max_tokens": 64, "temperature": 0.8, "seed": number, "local": True}
+
+
 async def test_thirty_two_mixed_requests_again_and_again():
     asked = list(requests(1))
     folder, shared = tiny_model("llama"), {"kv_dtype": "bfloat16", "page_size": 16, "max_batch_tokens": 512}
@@ -53,6 +61,7 @@ async def test_thirty_two_mixed_requests_again_and_again():
         alone = [
             (await c.ask(prompt, **params)).tokens if n % 2 == 0 else None for n, (prompt, params) in enumerate(asked)
         ]
+        shorts_alone = [(await c.ask(prompt, **params)).tokens for prompt, params in short()]
     process, sizes = psutil.Process(), []
     async with cluster(folder, num_pages=70, **shared) as c:  # too few pages: preemption
         for number in range(ROUNDS):
@@ -61,6 +70,9 @@ async def test_thirty_two_mixed_requests_again_and_again():
             assert together == alone
             gc.collect()
             sizes.append(process.memory_info().rss)
+        found = await asyncio.gather(*(c.ask(prompt, **params) for prompt, params in short()))
+        assert [each.tokens for each in found] == shorts_alone
+        await c.settled()
         assert c.decode.engine._scheduler.preemptions > 0
     steady = sizes[3:]  # buffers of the allocator and of gRPC have grown by then
     assert max(steady) - min(steady) < 32 << 20, [size >> 20 for size in sizes]

@@ -37,7 +37,7 @@ async def test_the_output_is_raws(monkeypatch):
     assert all(registry.get(name).exact for name in shares)
     async with cluster(DEMO, "inproc", decode=DECODE, **SHARED) as c:
         for prompt in prompts(PROMPTS):
-            await compare(c, gates, prompt, list(shares), tallies, rng)
+            await compare(c, c, gates, prompt, list(shares), tallies, rng)
         await c.settled()
         assert not held_bytes(c)
     for name, (least, most) in shares.items():

@@ -110,7 +110,7 @@ async def test_where_one_is_cut_both_ends_hear_of_it(ends, number, end):
     sending = asyncio.create_task(payload_sender.send(memoryview(bytes(HUGE))))
     receiving = asyncio.create_task(payload_receiver.receive(HUGE, on_device=False))
     async with asyncio.timeout(30):
-        while len(payload_sender._connected()) < MOST_CONNECTIONS:
+        while min(map(len, (payload_sender._connected(), payload_receiver._connections))) < MOST_CONNECTIONS:
             await asyncio.sleep(0.01)
         connections = payload_sender._connected() if end == "sender" else payload_receiver._connections
         connections[number].stream.shutdown()
