@@ -305,10 +305,13 @@ class Scheduler:
         return False
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Make room for the sequence's next token, preempting younger ones; False if it was preempted itself."""
+        """Make room for the sequence's next token, preempting younger ones; False if it was preempted itself.
+
+        Prompts that are computed for another worker stay: a transfer reads their pages and would not see others.
+        """
         while not self._tables.extend(sequence, len(sequence.token_ids)):
             if not self._reclaim():
-                self._preempt(victim := self._running[-1])
+                self._preempt(victim := next(s for s in reversed(self._running) if not s.prefill_only))
                 if victim is sequence:
                     return False
         return True
