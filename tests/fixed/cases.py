@@ -8,13 +8,13 @@ import torch
 
 from kvrail.engine.kv.closed.pages import LossyPages
 from kvrail.engine.kv.fixed.form import REFUSED, Tile
-from kvrail.engine.kv.fixed.reference import close_tile, open_tile
 from kvrail.engine.kv.kvcomp.form import CODED
-from kvrail.engine.kv.kvcomp.reference import close_pair, open_pair
-from kvrail.engine.kv.rotated import reference as rotated
 from kvrail.engine.kv.rotated.form import KEY_BITS, ROTATED
 from kvrail.values.layout import KVLayout
 from tests.lossless.cases import Bits, distributions, few_pages, pages_of, pools
+from tests.reference import rotated_pages as rotated
+from tests.reference.fixed_pages import close_tile, open_tile
+from tests.reference.kvcomp_pages import close_pair, open_pair
 
 FINITE = ("normal", "escapes", "far escapes", "zeros of both signs", "subnormal", "all alike")
 """Distributions whose tiles have this form."""

@@ -14,12 +14,12 @@ from kvrail.engine.kv.closed import cpu
 from kvrail.engine.kv.closed.forms import CODE_BITS, page_bytes, unsupported
 from kvrail.engine.kv.closed.pages import LossyPages
 from kvrail.engine.kv.fixed.form import NO_SCALE, REFUSED, WIDTHS, Tile, code_places
-from kvrail.engine.kv.fixed.reference import close_tile, open_tile, rounded, steps_of, widened
 from kvrail.engine.kv.kvcomp.form import CODED
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 from tests.fixed.cases import check_kernels, tiles
 from tests.lossless.cases import SHAPES, Bits, bits_of, distributions
+from tests.reference.fixed_pages import close_tile, open_tile, rounded, steps_of, widened
 
 DIMS = (64, 128, 192)
 GOLDEN = Path(__file__).parent / "golden.json"

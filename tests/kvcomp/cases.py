@@ -5,9 +5,9 @@ from types import ModuleType
 import numpy as np
 
 from kvrail.engine.kv.kvcomp.form import CODED, Pair
-from kvrail.engine.kv.kvcomp.reference import close_pair, code_of
 from tests.fixed.cases import check_pools
 from tests.lossless.cases import Bits, bits_of, pages_of
+from tests.reference.kvcomp_pages import close_pair, code_of
 
 
 def mixed(dim: int, share: float, seed: int) -> Bits:

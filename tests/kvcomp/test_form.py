@@ -20,12 +20,12 @@ from kvrail.codec.papers.kvcomp.plan import TensorPlan
 from kvrail.codec.papers.kvcomp.torch_ops import dequantise, quantise
 from kvrail.engine.kv.closed.forms import page_bytes
 from kvrail.engine.kv.fixed.form import LEAST_SCALE, NO_SCALE, REFUSED
-from kvrail.engine.kv.fixed.reference import widened
 from kvrail.engine.kv.kvcomp.form import CODED, KEYS, MAX_BITS, VALUES, Pair, lengths, reading_tables, writing_tables
-from kvrail.engine.kv.kvcomp.reference import close_pair, code_of, open_pair, steps_of
 from kvrail.values.layout import KVLayout
 from tests.fixed.cases import tiles
 from tests.lossless.cases import Bits, bits_of, distributions
+from tests.reference.fixed_pages import widened
+from tests.reference.kvcomp_pages import close_pair, code_of, open_pair, steps_of
 
 DIMS = ((64, 64), (128, 128), (192, 128), (64, 128))
 GOLDEN = Path(__file__).parent / "golden.json"

@@ -12,9 +12,9 @@ import torch
 from kvrail.engine.kv.closed.pages import LosslessPages, LossyPages
 from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.lossless.form import SPECIAL, TOKENS, Tile
-from kvrail.engine.kv.lossless.reference import close_tile
 from kvrail.values.layout import KVLayout
 from tests.engine.attention_cases import Case, poison
+from tests.reference.lossless_pages import close_tile
 
 Bits = npt.NDArray[np.uint16]
 

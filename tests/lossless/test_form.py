@@ -13,10 +13,10 @@ from kvrail.engine.kv.closed import cpu
 from kvrail.engine.kv.closed.forms import FORMS, orders, page_bytes, unsupported
 from kvrail.engine.kv.closed.pages import LosslessPages, LossyPages
 from kvrail.engine.kv.lossless.form import RAW, SOME, TOKENS, Tile, base_places, places, supports
-from kvrail.engine.kv.lossless.reference import close_tile, open_tile
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 from tests.lossless.cases import SHAPES, Bits, check_kernels, distributions, pages_of
+from tests.reference.lossless_pages import close_tile, open_tile
 
 DIMS = (64, 128, 192, 256)
 NAMES = tuple(distributions((TOKENS, 64)))

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from kvrail.engine.kv.closed.forms import page_bytes
 from kvrail.engine.kv.fixed import form as fixed
 from kvrail.engine.kv.fixed.form import REFUSED
-from kvrail.engine.kv.fixed.reference import widened
 from kvrail.engine.kv.rotated.form import LARGEST, ROTATED, Tile, channel_places, code_places, signs
-from kvrail.engine.kv.rotated.reference import channels_of, close_tile, open_tile, scales_of
 from kvrail.values.layout import KVLayout
 from tests.fixed.cases import tiles
 from tests.lossless.cases import Bits, bits_of, distributions
+from tests.reference.fixed_pages import widened
+from tests.reference.rotated_pages import channels_of, close_tile, open_tile, scales_of
 
 DIMS = (64, 128, 192)
 GOLDEN = Path(__file__).parent / "golden.json"

@@ -1,4 +1,4 @@
-"""Closing and opening of pages on a CPU, for numba's compiled code: bit for bit what `reference` does.
+"""Closing and opening of pages on a CPU, for numba's compiled code: bit for bit what tests/reference does.
 
 Arrays are flat. `order` and `rows` are `form.code_places` and `form.row_places` of the tile's kind.
 """

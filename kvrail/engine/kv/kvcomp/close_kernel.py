@@ -1,4 +1,4 @@
-"""Closing of pages in Triton: bit for bit what `reference` does. Each value is found by the arithmetic of its place."""
+"""Closing of pages in Triton: bit for bit what tests/reference does, each value by the arithmetic of its place."""
 
 import triton
 import triton.language as tl

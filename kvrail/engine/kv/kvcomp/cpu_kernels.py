@@ -1,4 +1,4 @@
-"""Closing and opening of pages on a CPU, for numba's compiled code: bit for bit what `reference` does.
+"""Closing and opening of pages on a CPU, for numba's compiled code: bit for bit what tests/reference does.
 
 Arrays are flat. `order` and `rows` are `pages.orders` of a tile's kind; `codes` and `tables` are `form.writing_tables`
 and `form.reading_tables`.

@@ -1,4 +1,4 @@
-"""Closing of pages in Triton: bit for bit what `reference` does, four values at a time, in the bytes of a word."""
+"""Closing of pages in Triton: bit for bit what tests/reference does, four values at a time, in the bytes of a word."""
 
 import triton
 import triton.language as tl
@@ -119,7 +119,7 @@ def _reached(upper, bases, KEYS: tl.constexpr):
 
 @triton.jit
 def _bases_of(upper, KEYS: tl.constexpr):
-    """A base for each channel, see reference, and how many values nibbles reach from it; uint32, four channels a word.
+    """A base for each channel, and how many values nibbles reach from it; uint32, four channels a word.
 
     upper: of each exponent, in words as `_bytes_of` has them.
     """

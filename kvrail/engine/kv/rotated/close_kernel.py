@@ -1,4 +1,4 @@
-"""Closing of values in Triton: bit for bit what `reference` does. All sums are of integers, exact in any order."""
+"""Closing of values in Triton: bit for bit what tests/reference does. All sums are of integers, exact in any order."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Closing and opening of values on a CPU, for numba's compiled code: bit for bit what `reference` does.
+"""Closing and opening of values on a CPU, for numba's compiled code: bit for bit what tests/reference does.
 
 Arrays are flat. `order` and `channels` are `form.code_places` and `form.channel_places`.
 """

@@ -16,7 +16,6 @@ from kvrail.engine.kv.fixed.form import (
     SCALE_SHIFT,
     SHRUNK,
 )
-from kvrail.engine.kv.fixed.reference import Bits, rounded, widened
 from kvrail.engine.kv.kvcomp.form import (
     KEYS,
     MAX_BITS,
@@ -33,6 +32,7 @@ from kvrail.engine.kv.kvcomp.form import (
     writing_tables,
 )
 from kvrail.engine.kv.lossless.form import TOKENS, base_places
+from tests.reference.fixed_pages import Bits, rounded, widened
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]

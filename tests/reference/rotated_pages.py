@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.engine.kv.fixed.form import REFUSED
-from kvrail.engine.kv.fixed.reference import Bits, rounded, widened
 from kvrail.engine.kv.lossless.form import TOKENS
 from kvrail.engine.kv.rotated.form import (
     BIAS,
@@ -26,6 +25,7 @@ from kvrail.engine.kv.rotated.form import (
     code_places,
     signs,
 )
+from tests.reference.fixed_pages import Bits, rounded, widened
 
 Integers = npt.NDArray[np.int64]
 
