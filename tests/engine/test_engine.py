@@ -294,6 +294,25 @@ def test_prefill_only_reports_pages_as_they_fill():
     bench.engine.check()
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_prompt_that_a_transfer_reads_keeps_its_pages(prefix_cache):
+    """A worker of both roles: older sequences outgrow the pool while it computes prompts for another worker."""
+    bench = Bench(num_pages=16, max_batch_tokens=6, prefix_cache=prefix_cache)
+    talkers, asked = [[1, 2, 3], [4, 5, 6], [7, 8, 9]], list(range(25))
+    for number, prompt in enumerate(talkers):
+        bench.submit(str(number), prompt, max_tokens=24)
+    bench.step(4)
+    bench.submit("asked", asked, prefill_only=True)
+    bench.step(1)
+    lease = bench.engine.claim_lease("asked")
+    bench.run()
+    assert bench.scheduler.preemptions > 0
+    assert bench.of("asked", Prefilled) and bench.machine.read(lease.pages, 25) == asked
+    assert [bench.tokens(str(number)) for number in range(3)] == [expected(prompt, 24) for prompt in talkers]
+    bench.engine.release_lease(lease)
+    bench.engine.check()
+
+
 def test_random_aborts_leak_nothing():
     rng = random.Random(5)
     bench = Bench(num_pages=40, max_batch_tokens=12)
