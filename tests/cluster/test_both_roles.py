@@ -62,6 +62,21 @@ async def test_no_circle_of_workers_that_wait_for_each_other():
             await each.settled()
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("number", range(6))
+async def test_sequences_that_outgrow_the_pages_leave_prompts_for_the_other_worker_alone(number):
+    """Both compute prompts in many steps for each other, beside sequences that grow until some must give way."""
+    small = {"num_pages": 20, "page_size": 16, "max_running": 32, "max_batch_tokens": 16}
+    async with both_workers(FOLDER, **small) as pair:
+        prompts = [prompt_of(60 + 7 * (seed % 5), 100 * number + seed) for seed in range(24)]
+        asked = [pair[n % 2].ask(prompt, local=n % 3 == 0, max_tokens=48) for n, prompt in enumerate(prompts)]
+        answers = await together(asked)
+        assert [answer.tokens for answer in answers] == [expected(prompt, 48) for prompt in prompts]
+        assert all(each.decode.engine._scheduler.preemptions for each in pair)
+        for each in pair:
+            await each.settled()
+
+
 @pytest.mark.parametrize("local", [False, True])
 async def test_an_engine_that_stops_fails_what_decodes_there_and_delays_the_rest(local):
     """What it was to compute for the other worker is computed there; what it decodes is for the router to move."""

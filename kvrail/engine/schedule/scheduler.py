@@ -11,7 +11,8 @@ one request of many sequences does not delay the first tokens of others.
 
 If a decoding sequence needs a page and there is none, drafts give up theirs, youngest first. If there are no drafts,
 the youngest running sequence is preempted: it gives up its pages and returns to the head of the queue. It will compute
-its KV again, or find it cached.
+its KV again, or find it cached. Prompts that are computed for another worker keep their pages, since a transfer reads
+them.
 """
 
 from collections import deque
@@ -305,10 +306,7 @@ class Scheduler:
         return False
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Make room for the sequence's next token, preempting younger ones; False if it was preempted itself.
-
-        Prompts that are computed for another worker stay: a transfer reads their pages and would not see others.
-        """
+        """Make room for the sequence's next token, preempting younger ones; False if it was preempted itself."""
         while not self._tables.extend(sequence, len(sequence.token_ids)):
             if not self._reclaim():
                 self._preempt(victim := next(s for s in reversed(self._running) if not s.prefill_only))
