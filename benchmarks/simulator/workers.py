@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
-from kvrail.engine.schedule.chunks import ENOUGH_TOKENS, StepBudget
+from kvrail.engine.schedule.chunks import StepBudget, enough_tokens
 from kvrail.engine.schedule.cost import StepCostModel
 from kvrail.services.router.fleet.demand import RECENT_S, DemandClock, TokenRate
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
@@ -337,7 +337,7 @@ class SimBoth(SimWorker):
             return
         self._stepping, speed, decoding = True, self.speed, len(self._decoding)
         left = most = self._budget.chunk_tokens(decoding, beside=decoding > 0, cost=self._cost)
-        prompt_s = 0.0
+        prompt_s, enough = 0.0, enough_tokens(sum(prompt.missing for prompt in self._prompts))
         for prompt in self._prompts:
             if decoding and prompt.first_step > self._steps:
                 break
@@ -346,7 +346,7 @@ class SimBoth(SimWorker):
             prompt_s += tokens * (speed.prefill_s + before * speed.attend_s) * (speed.mixed if decoding else 1.0)
             prompt.missing -= tokens
             left -= tokens
-            if not prompt.missing and most - left >= ENOUGH_TOKENS:
+            if not prompt.missing and most - left >= enough:
                 break
         step_s = speed.step_s + speed.each_s * decoding if decoding else 0.0
         self.busy_s += prompt_s

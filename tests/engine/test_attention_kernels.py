@@ -159,6 +159,12 @@ def test_few_tokens_get_more_programs() -> None:
     assert tuning_for(wide, 1000, 64, 8, 132) == PrefillTuning(16, 4, 2)
 
 
+def test_only_narrow_heads_over_pages_of_16_bits_are_read_far_ahead() -> None:
+    shapes = [HeadShape(128, 128, 2, 2), HeadShape(128, 128, 2, 1), HeadShape(256, 256, 2, 2), HeadShape(64, 64, 4, 4)]
+    for tokens, stages in ((2048, [5, 2, 2, 2]), (64, [3, 2, 2, 2])):
+        assert [tuning_for(shape, tokens, 32, 8, 132, ahead=True).stages for shape in shapes] == stages
+
+
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "float8_e5m2", "float8_e4m3fn"])
 def test_write(kv_dtype: str) -> None:
     shape = {"heads": 6, "kv_heads": 3, "key_dim": 24, "value_dim": 40, "kv_dtype": kv_dtype}

@@ -3,7 +3,9 @@
 import pytest
 
 from kvrail.engine.request.events import Output
+from kvrail.engine.request.sequence import Sequence
 from kvrail.engine.schedule import chunks, scheduler
+from kvrail.values.sampling import SamplingParams
 from tests.engine.bench import Bench
 from tests.engine.page_machine import expected
 
@@ -94,6 +96,15 @@ def test_a_step_takes_up_no_prompt_beside_one_that_ends_once_it_has_enough(monke
         bench.run()
         steps = [[count for count in counts if count] for counts in counted]
         assert [step for step in steps if step] == wanted, lengths
+
+
+def test_where_many_tokens_wait_a_step_takes_a_part_of_them(monkeypatch):
+    """Prompts of 8 tokens: with 64 waiting a step takes four of them, with 16 or fewer one."""
+    monkeypatch.setattr(chunks, "ENOUGH_TOKENS", 8)
+    prompts = [(Sequence("r", n, SamplingParams(max_tokens=1), prompt(8, n), arrival=n), 0) for n in range(64)]
+    for waiting, taken in ((64, 4), (47, 3), (32, 2), (16, 1), (2, 1)):
+        counts = chunks.share(prompts[:waiting], [8] * waiting, tokens=256, rows=256)
+        assert [count for count in counts if count] == [8] * taken, waiting
 
 
 def test_a_request_of_many_sequences_leaves_places_for_others():

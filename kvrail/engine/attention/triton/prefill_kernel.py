@@ -10,6 +10,7 @@ queries, of several heads that share keys, and several programs share the tokens
 kernel. A second launch joins their results. The split changes no bit.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,12 @@ _PROGRAMS = 4
 _MAX_SPLITS = 16
 _SHORTEST = 256
 """The fewest tokens of a program's share: one part."""
+_STAGES, _FEW_STAGES = 5, 3
+"""Pipeline stages over plain pages of 16 bits, in large steps and in those of up to FEW tokens. With fewer each turn of
+the loop waits for its reads: a chunk of 2,048 tokens behind 6,016 takes 663 us a layer on an H200 with two stages and
+587 with five (decision 0044)."""
+_SHARED_BYTES = 228 << 10
+"""Shared memory of a multiprocessor in which two programs of _STAGES run at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +80,31 @@ def queries_for(shape: HeadShape, tokens: int) -> int:
     return 16 if shape.compute_bytes > 2 or tokens <= FEW else 64
 
 
-def tuning_for(shape: HeadShape, tokens: int, heads: int, kv_heads: int, processors: int) -> PrefillTuning:
-    """Parameters for a step of `tokens` tokens with heads of `shape` on a device with `processors` multiprocessors."""
+def tuning_for(
+    shape: HeadShape, tokens: int, heads: int, kv_heads: int, processors: int, *, ahead: bool = False
+) -> PrefillTuning:
+    """Parameters for a step of `tokens` tokens with heads of `shape` on a device with `processors` multiprocessors.
+
+    ahead: whether the pages are plain and the device has room to read far ahead.
+    """
     wide = shape.compute_bytes > 2
-    queries, together, splits = queries_for(shape, tokens), 1, 1
+    queries, together, splits, stages = queries_for(shape, tokens), 1, 1, 2
     if tokens <= FEW:
         while not wide and together < 4 and heads // kv_heads % (2 * together) == 0:
             together *= 2
         wanted = _PROGRAMS * processors // (-(-tokens // queries) * heads // together)
         splits = min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS)
-    return PrefillTuning(queries, 4, 2, together, splits)
+    if ahead and shape.page_bytes == shape.compute_bytes == 2 and shape.dim <= 128:
+        stages = _FEW_STAGES if tokens <= FEW else _STAGES
+    return PrefillTuning(queries, 4, stages, together, splits)
+
+
+@functools.cache
+def _reads_ahead(device: torch.device) -> bool:
+    """Whether two programs with the most stages run on one multiprocessor at once."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= _SHARED_BYTES
 
 
 @triton.jit
@@ -277,7 +299,8 @@ def prefill_attention(
     tokens, heads, key_dim = (query := unit_stride(query)).shape
     page_size, kv_heads, value_dim = layer.values.shape[1:]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
-    tuning = tuning or tuning_for(shape, tokens, heads, kv_heads, processors)
+    ahead = layer.closed is None and _reads_ahead(query.device)
+    tuning = tuning or tuning_for(shape, tokens, heads, kv_heads, processors, ahead=ahead)
     parts = parts_of(page_tables.shape[1] * page_size) if tuning.splits > 1 else 0
     left = [torch.empty(tokens, heads, parts, *last, device=query.device) for last in ((value_dim,), (), ())]
     shared: dict[str, int] = {
