@@ -9,6 +9,7 @@ import torch
 from kvrail.codec.base import Block, PagedBlock
 from kvrail.codec.raw.codec import RawCodec
 from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.runtime import breaker
 from kvrail.runtime.breaker import FAILURES
 from kvrail.transport.tcp.messages import Address
 from kvrail.wire.v1 import common_pb2
@@ -100,6 +101,7 @@ async def test_kv_that_is_no_number_is_computed_here_and_stays_in_no_cache(llama
         return encode(self, PagedBlock.whole(Block(torch.full_like(block.keys, torch.nan), block.values)), **options)
 
     monkeypatch.setattr(RawCodec, "encode", poisoned)
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 600.0)
     async with cluster(llama, decode={"codec": "raw"}) as c:
         (address,) = c.prefills
         for number in range(FAILURES):

@@ -1,13 +1,16 @@
 """Steps that are enqueued ahead, before earlier draws are known, give the same output as steps that are not."""
 
 import random
+from typing import ClassVar
 
 import pytest
+import torch
 
 from kvrail.engine.engine import MAX_FAILURES
 from kvrail.engine.request.events import Admitted, Failed, Finished, Prefilled
+from kvrail.engine.step import in_flight
 from tests.engine.bench import Bench, Transfer, prompts
-from tests.engine.page_machine import VOCAB, expected
+from tests.engine.page_machine import VOCAB, PageMachine, expected
 
 LIMITS = {"num_pages": 200, "max_batch_tokens": 24, "mixed_batch_tokens": 12}
 
@@ -207,3 +210,49 @@ def test_steps_that_fail_only_when_enqueued_ahead_end_the_engine(monkeypatch):
         bench.run()
         assert isinstance(bench.events[f"r{number}"][-1], Failed)
     assert not bench.engine.status().healthy
+
+
+class LateMachine(PageMachine):
+    """Computes steps that draw nothing when somebody waits for them, as a GPU that is slower than the host."""
+
+    late: ClassVar[list] = []
+
+    def execute(self, slices, on_layer=None, feed=None, draws=()):
+        if any(piece.num_logits for piece in slices):
+            self.compute()
+            return super().execute(slices, on_layer, feed, draws)
+        self.late.append(lambda: super(LateMachine, self).execute(slices, on_layer, feed, draws))
+        return torch.empty(0, VOCAB)
+
+    @classmethod
+    def compute(cls):
+        while cls.late:
+            cls.late.pop(0)()
+
+
+class Waiting:
+    def __init__(self, device):
+        self._behind = list(LateMachine.late)
+
+    def wait(self):
+        while LateMachine.late and LateMachine.late[0] in self._behind:
+            LateMachine.late.pop(0)()
+
+
+def test_pages_count_as_computed_once_the_device_has_computed_them(monkeypatch):
+    """Or a transfer, which works beside the steps, would send pages that it finds cached before they are written."""
+    monkeypatch.setattr(in_flight, "Enqueued", Waiting)
+    monkeypatch.setattr(LateMachine, "late", [])
+    bench, first = Bench(ahead=True, machine=LateMachine, **LIMITS), list(range(90))
+    other = [*first[:30], *range(50, 60)]
+    bench.submit("first", first, prefill_only=True)
+    bench.step(1)
+    bench.submit("other", other, prefill_only=True)
+    (admitted,) = bench.of("other", Admitted)
+    assert 0 < admitted.cached_tokens < len(first)
+    lease = bench.engine.claim_lease("other")
+    assert bench.machine.read(lease.pages, admitted.cached_tokens) == other[: admitted.cached_tokens]
+    bench.run()
+    assert [bench.of(name, Prefilled)[0].tokens[0].token_id for name in ("first", "other")] == [
+        expected(prompt, 1)[0] for prompt in (first, other)
+    ]

@@ -437,3 +437,21 @@ def test_the_context_ends_a_sequence():
     bench.run()
     assert len(bench.tokens("a")) == 5
     assert bench.of("a", Output)[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_was_to_be_computed_here_still_is_once_it_has_lost_its_cached_prefix(ahead):
+    """Nobody would send its KV: that it awaits none was reported once, at its first admission."""
+    bench = Bench(num_pages=16, ahead=ahead, mixed_batch_tokens=2)
+    shared, old = list(range(1, 17)), [50, 51, 52, 53, 54]
+    bench.submit("shared", shared, 1)
+    bench.run()
+    bench.submit("old", old, 50)
+    while len(bench.tokens("old")) < 26:
+        bench.step(1)
+    late = [*shared, *range(20, 30)]
+    bench.submit("late", late, 4, remote=True, local_tokens=10)
+    bench.run()
+    assert bench.scheduler.preemptions
+    assert bench.events["late"][0] == Admitted(16, awaits_kv=False)
+    assert bench.tokens("late") == expected(late, 4) and bench.tokens("old") == expected(old, 50)

@@ -4,7 +4,9 @@ import pytest
 
 from kvrail.engine.batch.batch import SampledToken
 from kvrail.engine.request.events import Admitted, Failed, Finished, Prefilled, Recomputed, Verified
+from kvrail.engine.request.requests import EngineRequest
 from kvrail.values.pagehash import page_hashes
+from kvrail.values.sampling import SamplingParams
 from tests.engine.bench import Bench, Transfer
 from tests.engine.page_machine import POISON, expected
 
@@ -71,6 +73,20 @@ def test_a_cached_prefix_is_computed_again_and_leaves_the_cache(ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+def test_a_cached_prefix_that_gives_no_finite_log_probabilities_is_computed_again(ahead):
+    bench = Bench(ahead=ahead)
+    bench.submit("first", PROMPT)
+    bench.run()
+    poison(bench, bench.pool.match(page_hashes(PROMPT, 4))[:1])
+    scoring = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=1)
+    bench.engine.submit(EngineRequest("asked", tuple(PROMPT), scoring, scored=13))  # as one that another worker began
+    bench.run()
+    assert bench.of("asked", Admitted)[0].cached_tokens and len(bench.of("asked", Recomputed)) == 1
+    assert bench.tokens("asked") == expected(PROMPT, 3)
+    served_as_before(bench)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 def test_kv_that_was_computed_here_fails_and_leaves_the_cache(ahead):
     bench = Bench(num_pages=64, max_batch_tokens=64, ahead=ahead)
     bench.submit("asked", PROMPT, max_tokens=20)
@@ -80,6 +96,20 @@ def test_kv_that_was_computed_here_fails_and_leaves_the_cache(ahead):
     (failed,) = bench.of("asked", Failed)
     assert "finite logits" in str(failed.error) and not bench.of("asked", Recomputed)
     assert bench.pool.counts().free == 64 and not len(bench.pool.events)
+    served_as_before(bench)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_all_sequences_of_a_request_fail_and_no_other(ahead):
+    """One of them computed what the others borrowed, in whatever order they are found."""
+    bench = Bench(num_pages=64, max_batch_tokens=64, ahead=ahead)
+    bench.submit("beside", [1, 2], max_tokens=20)
+    bench.submit("asked", PROMPT, max_tokens=20, n=7)
+    bench.step(4)
+    poison(bench, bench.pool.match(page_hashes(PROMPT, 4)))
+    bench.run()
+    assert bench.tokens("beside") == expected([1, 2], 20)
+    assert isinstance(bench.events["asked"][-1], Failed)
     served_as_before(bench)
 
 

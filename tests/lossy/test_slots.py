@@ -1,6 +1,7 @@
 """Requests of all kinds over pages that lose bits: each says what it says alone, and no slot is lost."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,35 @@ def test_a_lost_transfer_computes_a_prompt_that_began_closed_from_its_beginning(
     transfer.lose()
     bench.run()
     assert bench.tokens("lost") == spoken(prompt, 30)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_transfer_is_lost_while_a_step_drafts_in_its_pages(ahead: bool) -> None:
+    """They are given to no other sequence before that step is over."""
+    bench = LossyBench(60, 24, ahead=ahead)
+    prompt, third = [*prompt_of(33, 7), *range(60, 69)], prompt_of(30, 9)
+    bench.submit("first", prompt_of(40, 7), 24)
+    bench.run()
+    bench.submit("beside", [5, 6, 7], 60)
+    bench.submit("lost", prompt, 12, remote=True)
+    bench.step(2)
+    transfer = LossyTransfer(bench, "lost", prompt)
+    transfer.first()
+    transfer.coarse()
+    execute = bench.machine.execute
+
+    def losing(*arguments: Any) -> Any:
+        bench.machine.execute = execute
+        transfer.release()
+        with bench.engine.change() as requests:
+            requests.compute_here("lost")
+        bench.submit("third", third, 12)
+        return execute(*arguments)
+
+    bench.machine.execute = losing
+    bench.run()
+    for name, asked, count in (("beside", [5, 6, 7], 60), ("lost", prompt, 12), ("third", third, 12)):
+        assert bench.tokens(name) == spoken(asked, count), name
 
 
 def test_verified_drafts_end_with_their_page() -> None:

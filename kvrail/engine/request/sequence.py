@@ -69,8 +69,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.output_ids]
 
-    def once_more(self) -> "Sequence":
-        """The same sequence from its beginning: it holds no pages, and computes all KV itself."""
+    def once_more(self, *, solitary: bool) -> "Sequence":
+        """The same sequence from its beginning: it holds no pages, and no other worker computes its KV."""
         return replace(
             self,
             remote=False,
@@ -82,7 +82,7 @@ class Sequence:
             drafts=[],
             status=Status.WAITING,
             borrowed=False,
-            solitary=True,
+            solitary=solitary,
             closed=None,
         )
 

@@ -89,10 +89,10 @@ class Scheduler:
         """Whether the queue has room for one more request."""
         return len(self._waiting) < self.budget.max_waiting
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """Queue a sequence; one that has run already comes first."""
         queue = self._queue_of(sequence)
-        (queue.appendleft if sequence.solitary else queue.append)(sequence)
+        (queue.appendleft if first else queue.append)(sequence)
 
     def admit(self) -> list[Sequence]:
         """Give pages to waiting sequences, in order, as long as they fit. Returns those that were admitted."""
@@ -208,18 +208,18 @@ class Scheduler:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def compute_here(self, sequence: Sequence) -> None:
-        """A transfer failed for good: compute the prompt's missing KV here.
+    def compute_here(self, sequence: Sequence) -> bool:
+        """A transfer failed for good: compute the prompt's missing KV here, in the pages that the sequence holds.
 
-        In the pages that the sequence holds, or, if the prompt cannot read these, in others.
+        False if the prompt cannot read these: then nothing but its drafts has changed.
         """
         self.drop_drafts(sequence)
+        if not self._tables.can_compute(sequence):
+            return False
         self._receiving.remove(sequence)
         sequence.remote = False
-        if self._tables.can_compute(sequence):
-            self._run(sequence)
-        else:
-            self._wait_again(sequence)
+        self._run(sequence)
+        return True
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence from wherever it is, and release its pages."""
@@ -322,8 +322,9 @@ class Scheduler:
         sequence.preemptions += 1
 
     def _wait_again(self, sequence: Sequence) -> None:
-        """Give up all pages and return to the head of the queue."""
+        """Give up all pages and return to the head of the queue. Whatever it lacks then is computed here."""
         self._tables.release(sequence)
+        sequence.remote = False  # whether it awaits KV is reported once, at its first admission
         sequence.computed = sequence.published = 0
         sequence.status = Status.WAITING
         self._queue_of(sequence).appendleft(sequence)

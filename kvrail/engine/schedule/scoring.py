@@ -30,19 +30,19 @@ class Scoring:
 
 def prompt_scores(
     wanted: Sequence[Scoring], found: Sequence[PromptLogprobs]
-) -> tuple[list[tuple[str, PromptScored]], set[str]]:
-    """Events with a step's log probabilities, and ids of the requests for which some are NaN.
+) -> tuple[list[tuple[str, PromptScored]], list[Seq]]:
+    """Events with a step's log probabilities, and the sequences for which some are NaN.
 
     Advances `scored` of the sequences.
     """
     events: list[tuple[str, PromptScored]] = []
-    broken: set[str] = set()
+    broken: list[Seq] = []
     for each, logprobs in zip(wanted, found, strict=True):
         sequence = each.sequence
         if sequence.status is Status.FINISHED:
             continue
         if any(map(math.isnan, logprobs.logprobs)):
-            broken.add(sequence.request_id)
+            broken.append(sequence)
             continue
         sequence.scored = each.first + len(each.token_ids) - 1
         events += [(sequence.request_id, PromptScored(piece)) for piece in _pieces(logprobs)]

@@ -182,7 +182,8 @@ class RequestTracker:
     def compute_here(self, request_id: str) -> None:
         """A transfer failed for good: forget the drafts and compute the prompt's KV in this engine."""
         if (state := self._requests.get(request_id)) and (sequence := state.receiving()):
-            self._scheduler.compute_here(sequence)
+            if not self._scheduler.compute_here(sequence):
+                self._begin_again(sequence, solitary=False)
             self._report_dropped()
             self._queue_deferred(state)
 
@@ -214,7 +215,8 @@ class RequestTracker:
         drawn = step.draws(tokens)
         scored, broken = prompt_scores(step.scoring, scores)
         self._events += scored
-        self.fail(broken, _NO_LOGITS)
+        for sequence in broken:
+            self._fail_without_logits(sequence)
         self._fail_undrawn(step, drawn)
         kept = sum(self._append_drawn(item, drawn[item.sequence]) for item in step.work if item.sequence in drawn)
         self._metrics.generation_tokens.inc(kept)
@@ -295,10 +297,7 @@ class RequestTracker:
         return plan_step(work, self._scheduler.pool.page_size, self._limits.eos_token_ids)
 
     def _fail_undrawn(self, step: Step, drawn: Mapping[Seq, Sequence[SampledToken]]) -> None:
-        """Fail the requests for which nothing could be drawn; where it was a draft, the drafts alone are dropped.
-
-        KV that gave no finite logits leaves the prefix cache. A sequence that had borrowed some computes all KV again.
-        """
+        """Fail the requests for which nothing could be drawn; where it was a draft, the drafts alone are dropped."""
         alive = [s for s in drawn if s.status is not Status.FINISHED]
         undrawn = {s for s in alive if any(token.token_id == NOT_DRAWN for token in drawn[s])}
         drafting = {item.sequence: item for item in step.work if item.drafts is not None}
@@ -307,20 +306,27 @@ class RequestTracker:
                 self.drop_drafts(sequence.request_id)
         for sequence in undrawn - drafting.keys():
             if (error := step.stuck.get(sequence)) is None:
-                self._scheduler.pool.forget([*sequence.page_table, *sequence.copied_pages])
-            if error is None and sequence.borrowed and not sequence.prefill_only:
-                self._compute_again(sequence)
+                self._fail_without_logits(sequence)
             else:
-                self.fail([sequence.request_id], error or _NO_LOGITS)
+                self.fail([sequence.request_id], error)
         self._report_dropped()
 
-    def _compute_again(self, sequence: Seq) -> None:
-        """Queue a sequence again, for other pages: a step in flight may still write to these."""
+    def _fail_without_logits(self, sequence: Seq) -> None:
+        """KV that gave no finite logits leaves the prefix cache; what had borrowed some computes all KV again."""
+        self._scheduler.pool.forget([*sequence.page_table, *sequence.copied_pages])
+        ended = sequence.status is Status.FINISHED  # with another sequence of its request
+        if sequence.borrowed and not sequence.prefill_only and not ended:
+            self._begin_again(sequence, solitary=True)
+            self._events.append((sequence.request_id, Recomputed()))
+        else:
+            self.fail([sequence.request_id], _NO_LOGITS)
+
+    def _begin_again(self, sequence: Seq, *, solitary: bool) -> None:
+        """Queue a sequence again, for other pages: a step in flight may still read and write these."""
         self._scheduler.drop_drafts(sequence)
         self._end(sequence)
-        fresh = self._requests[sequence.request_id].sequences[sequence.index] = sequence.once_more()
-        self._scheduler.add(fresh)
-        self._events.append((sequence.request_id, Recomputed()))
+        fresh = self._requests[sequence.request_id].sequences[sequence.index] = sequence.once_more(solitary=solitary)
+        self._scheduler.add(fresh, first=True)
 
     def _append_drawn(self, work: Work, new: Sequence[SampledToken]) -> int:
         """Take in what a step drew for one sequence; returns the number of tokens that were kept."""

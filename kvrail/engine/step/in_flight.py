@@ -11,6 +11,7 @@ from concurrent.futures import Future
 import torch
 
 from kvrail.engine.batch.batch import Extras, SampledToken
+from kvrail.engine.batch.readback import Enqueued
 from kvrail.engine.sampling.logprobs import Scores
 from kvrail.engine.sampling.masks import MaskFinder, Masks
 from kvrail.engine.sampling.sampler import PendingSample, Sampler
@@ -27,6 +28,7 @@ class InFlightStep:
         self.sample: PendingSample | None = None
         self._masks = masks
         self._logits: torch.Tensor | None = None
+        self._end: Enqueued | None = None  # where nothing is drawn
         self._extras = Extras()
         self._scores: Scores | None = None
 
@@ -50,6 +52,8 @@ class InFlightStep:
             # Equal counts would not do: a prompt's row can serve n draws.
             in_order = rows == list(range(logits.shape[0]))
             self._logits = logits if in_order else logits[rows]
+        else:
+            self._end = Enqueued(logits.device)
 
     def find_masks(self, finder: MaskFinder) -> None:
         """Begin to find the masks: every token before the rows is known now."""
@@ -67,7 +71,9 @@ class InFlightStep:
         self._logits = None
 
     def land(self) -> Sequence[SampledToken]:
-        """Wait for the tokens."""
+        """Wait for the step's end, and for the tokens that it draws. Before it, a transfer could read its pages."""
+        if self._end is not None:
+            self._end.wait()
         return () if self.sample is None else self.sample.wait()
 
     def scores(self) -> Sequence[PromptLogprobs]:

@@ -18,6 +18,7 @@ from kvrail.rpc.prefill.client import GrpcPrefillClient
 from kvrail.runtime.limits import usable_cores
 from kvrail.runtime.logs import exemplar
 from kvrail.runtime.tuning import compute_with
+from kvrail.runtime.waiting import settled
 from kvrail.services.decode.choice import LinkSample
 from kvrail.services.decode.progress import Progress, Received
 from kvrail.telemetry.moments import Moment
@@ -136,10 +137,12 @@ class FetchAttempt:
             try:
                 yield
             finally:
-                if self._first is not None:
-                    self._first.cancel()
-                    await asyncio.wait([self._first])
-                await self._close()
+                try:
+                    if self._first is not None:
+                        self._first.cancel()
+                        await settled(self._first)
+                finally:
+                    await self._close()
 
     async def receive(self) -> None:
         """Receive everything, or raise; whatever is raised, another worker may succeed."""

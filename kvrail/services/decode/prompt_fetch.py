@@ -10,6 +10,7 @@ from kvrail.engine.request.events import Admitted
 from kvrail.errors import DeadlineError, KvrailError, OverloadedError
 from kvrail.runtime.breaker import Breaker
 from kvrail.runtime.logs import exemplar
+from kvrail.runtime.waiting import settled
 from kvrail.services.decode.fetch_attempt import FetchAttempt
 from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import PrefillTarget
@@ -76,11 +77,15 @@ class PromptFetch:
         if self._source is not None:
             breaker, began = self._source
             breaker.succeeded(began)
-        if self._progress.committed:
-            await self.call_ended()
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self.computed()
+        try:
+            if self._progress.committed:
+                await self.call_ended()
+        finally:
+            self._task.cancel()
+            try:
+                await settled(self._task)
+            finally:
+                self.computed()
 
     async def _run(self, admitted: Admitted, events: EngineEvents) -> None:
         outcome = "aborted"
