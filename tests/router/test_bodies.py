@@ -124,3 +124,13 @@ def test_a_bias_read_apart_is_what_the_parser_gives(bias, after, indent, piece):
         assert rest == body
         with pytest.raises(ValueError, match="comma"):
             biases.parsed(text[slice(*place)] + b" , ")
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1E+999", "1" + "0" * 400 + ".5", "Infinity", "NaN"])
+async def test_a_number_beyond_a_double_is_no_json(cluster: Cluster, number: str):
+    body = f'{{"model": "{MODEL}", "prompt": "x", "metadata": {{"deep": [{number}]}}}}'
+    headers = {"content-type": "application/json"}
+    answer = await cluster.http.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+    told = json.dumps({"model": MODEL, "prompt": f"[{number}]"})
+    assert (await cluster.http.post("/v1/completions", content=told, headers=headers)).status_code == 200

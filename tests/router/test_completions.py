@@ -6,9 +6,10 @@ from pathlib import Path
 import openai
 import tokenizers
 
-from kvrail.text import Tokenizer
+from kvrail.text import IncrementalDetokenizer, Tokenizer
+from kvrail.wire.v1 import decode_pb2
 from tests.chats import chat_ids
-from tests.router.cluster import CONTEXT, MODEL, OUTPUT, Cluster
+from tests.router.cluster import CONTEXT, MODEL, OUTPUT, Cluster, logprobs_for, summary
 
 
 async def test_answer(client: openai.AsyncOpenAI, cluster: Cluster, tokenizer: Tokenizer):
@@ -86,6 +87,28 @@ async def test_logprobs(client: openai.AsyncOpenAI, tokenizer: Tokenizer):
     parts = [chunk.choices[0].logprobs async for chunk in stream]
     assert [part.text_offset[0] for part in parts] == found.text_offset
     assert [part.top_logprobs[0] for part in parts] == [{token: -0.5} for token in tokens]
+
+
+async def test_text_offsets_are_those_of_the_text(cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer):
+    """Tokens of one character begin where it does; one that the text leaves out takes no room."""
+    written = "é€😀 yes é"
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    (end,) = tokenizer.encode("<|end|>", add_special_tokens=False)
+
+    async def script(worker, request):
+        reader = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, True)
+        for token_id in (*ids, end, *ids):
+            text, logprobs = reader.push((token_id,)), [logprobs_for(token_id, 0)]
+            yield decode_pb2.GenerateReply(token_ids=[token_id], text=text, logprobs=logprobs)
+        yield decode_pb2.GenerateReply(token_ids=[end], logprobs=logprobs, finish_reason=decode_pb2.FINISH_REASON_STOP)
+        yield decode_pb2.GenerateReply(summary=summary(1, 2 * len(ids) + 2))
+
+    cluster.decode[0].script = script
+    choice = (await client.completions.create(model=MODEL, prompt="x", logprobs=0, max_tokens=99)).choices[0]
+    assert choice.text == written + written
+    offsets = [len(tokenizer.decode(ids[:count], False).rstrip("\ufffd")) for count in range(len(ids))]
+    again = [len(written) + offset for offset in offsets]
+    assert choice.logprobs.text_offset == [*offsets, len(written), *again, 2 * len(written)]
 
 
 async def test_models(client: openai.AsyncOpenAI, cluster: Cluster):

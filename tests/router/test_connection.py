@@ -10,6 +10,7 @@ from kvrail.services.router.http import bodies
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until
+from tests.router.scripts import hanging
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 BODY = json.dumps({"model": MODEL, "prompt": "x"}).encode()
@@ -45,6 +46,7 @@ async def said(cluster: Cluster, *parts: bytes) -> tuple[int, dict]:
         ([HEAD + LENGTH, BODY[:9], BODY[9:12]], 408, "body"),
         ([HEAD + b"transfer-encoding: chunked\r\n\r\n", b"9\r\n" + BODY[:9] + b"\r\n"], 408, "body"),
         ([HEAD + b"x: " + b"y" * 90_000, b"y" * 90_000], 431, "headers"),
+        ([HEAD + b"x: " + b"y" * 70_000 + b"\r\n" + LENGTH + BODY], 431, "headers"),  # in one piece
         ([HEAD + b"content-length: 1000000000000\r\n\r\n"], 413, "larger"),
         ([HEAD + b"expect: 100-continue\r\ncontent-length: 9000000\r\n\r\n"], 413, "larger"),
         ([HEAD + b"transfer-encoding: chunked\r\n" + LENGTH + b"0\r\n\r\n"], 400, "Content-Length can't be present"),
@@ -219,3 +221,36 @@ async def test_garbage_behind_a_request_ends_that_connection_and_no_other(cluste
     writer.close()
     assert (await other).json()["choices"][0]["text"] == "".join(f"{number} " for number in range(30)) + "x"
     await until(lambda: cluster.service.admission.active == 0)
+
+
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+"""What Java's client sends with each request, since HTTP/2 would suit it too."""
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize("piece", [1, 50, 10_000])
+async def test_a_request_that_would_rather_have_another_protocol_is_served_as_it_is(cluster: Cluster, piece: int):
+    asked = HEAD + H2C + LENGTH + BODY, HEAD + H2C + CHUNKED, HEAD + LENGTH + BODY
+    reader, writer = await connect(cluster)
+    sent = b"".join(asked)
+    for begin in range(0, len(sent), piece):
+        writer.write(sent[begin : begin + piece])
+        await writer.drain()
+    for _ in asked:
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = int(head.partition(b"content-length: ")[2].split()[0])
+        assert head.startswith(b"http/1.1 200 ")
+        assert json.loads(await reader.readexactly(length))["choices"][0]["text"] == OUTPUT
+    writer.close()
+
+
+@pytest.mark.parametrize("behind", [HEAD + LENGTH + BODY, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /live HT"])
+async def test_a_client_that_sent_more_and_leaves_is_noticed(cluster: Cluster, behind: bytes):
+    cluster.decode[0].script = hanging(after=1)
+    _, writer = await connect(cluster)
+    writer.write(HEAD + LENGTH + BODY + behind)
+    await until(lambda: len(cluster.decode[0].requests) == 1)
+    writer.close()
+    await asyncio.wait_for(cluster.decode[0].cancelled.wait(), 10)
+    await until(lambda: cluster.service.admission.active == 0)
+    await until(lambda: not cluster.server.server_state.connections)

@@ -14,7 +14,7 @@ from kvrail.values.sampling import FinishReason, TokenLogprobs
 HEAD = Head('cmpl-"data"\u2028', 1, "mo\\del", "fp_0")
 FORMATS = {
     "chat": ChatFormat(HEAD, None, choices=3, logprobs=False),
-    "completions": CompletionFormat(HEAD, None, prefixes=["", "a", "b"], logprobs=False),
+    "completions": CompletionFormat(HEAD, prefixes=["", "a", "b"]),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvrail.errors import InvalidRequestError, KvrailError, OverloadedError, WorkerUnavailableError
 from kvrail.rpc.server import build_server
+from kvrail.services.router.answer.service import RouterService
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2, decode_pb2
 from tests.router.cluster import (
@@ -36,6 +37,18 @@ async def ends_early(worker, request) -> AsyncIterator[decode_pb2.GenerateReply]
 async def in_flight(cluster: Cluster) -> float:
     states = ("waiting", "running")
     return sum([await cluster.metric(f'kvrail_requests_in_flight{{state="{state}"}}') for state in states])
+
+
+async def test_a_fault_of_the_routers_own_is_told_with_the_requests_id(cluster: Cluster, monkeypatch):
+    """The connection ends with the answer, and says so."""
+
+    def faulty(*_):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(RouterService, "cards", faulty)
+    answer = await cluster.http.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert error_of(answer, 500, "internal_error")
+    assert (answer.headers["x-request-id"], answer.headers["connection"]) == ("mine-1", "close")
 
 
 @pytest.mark.usefixtures("few_refusals")

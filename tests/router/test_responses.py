@@ -11,7 +11,7 @@ from kvrail.errors import KvrailError
 from kvrail.services.router.answer.answer import Answer
 from kvrail.services.router.responses import store
 from kvrail.text import Tokenizer
-from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until, write_output
+from tests.router.cluster import MODEL, OUTPUT, Cluster, logprobs_for, run_cluster, until, write_output
 from tests.router.scripts import error_of, failing, hanging
 from tests.router.test_refusals import check_error
 from tests.router.test_tools import roomy
@@ -101,6 +101,37 @@ async def test_log_probabilities(client: openai.AsyncOpenAI, tokenizer: Tokenize
     assert [len(entry.top_logprobs) for entry in told] == [2] * len(ids)
 
 
+@pytest.mark.parametrize(
+    ("written", "items"),
+    [
+        ('<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>', ["function_call"]),
+        ('I look.<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>', ["message", "function_call"]),
+        ('<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_c', ["function_call"]),  # cut by the length
+    ],
+)
+async def test_log_probabilities_are_those_of_text(tokenizer: Tokenizer, written: str, items: list[str]):
+    tool = {"type": "function", "name": "look_up", "parameters": {"type": "object", "properties": {}}}
+    asked = {"model": MODEL, "input": "hi", "tools": [tool], "include": ["message.output_text.logprobs"]}
+
+    async def script(worker, request):
+        async for reply in saying(written)(worker, request):
+            reply.logprobs.extend(logprobs_for(token_id, 0) for token_id in reply.token_ids)
+            yield reply
+
+    async with (
+        roomy(tokenizer) as cluster,
+        openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        cluster.decode[0].script = script
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            streamed = await stream.get_final_response()
+        for answer in (whole, streamed):
+            assert [item.type for item in answer.output] == items
+            told = [entry for item in answer.output if item.type == "message" for entry in item.content[0].logprobs]
+            assert bool(told) == ("message" in items)
+
+
 async def test_what_is_kept(client: openai.AsyncOpenAI, cluster: Cluster, tokenizer: Tokenizer):
     first = await client.responses.create(model=MODEL, input="one", instructions="be brief")
     assert (await client.responses.retrieve(first.id)).output_text == OUTPUT
@@ -156,6 +187,7 @@ async def test_cancel_while_in_progress(client: openai.AsyncOpenAI, cluster: Clu
                 raise openai.APIError(event.message, None, body=None)
     await asyncio.wait_for(cluster.decode[0].cancelled.wait(), 10)
     assert (await client.responses.retrieve(response_id)).status == "cancelled"
+    assert await cluster.metric('kvrail_requests_total{outcome="cancelled"}') == 1
     with pytest.raises(openai.BadRequestError):
         await client.responses.cancel(response_id)
 

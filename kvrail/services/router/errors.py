@@ -26,6 +26,7 @@ from kvrail.errors import (
     OverloadedError,
     RateLimitError,
     RequestCancelledError,
+    ResponseCancelledError,
     ResponseNotFoundError,
     WorkerUnavailableError,
 )
@@ -119,6 +120,8 @@ def to_http(error: KvrailError) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 def outcome_of(error: KvrailError) -> str:
     """The outcome under which kvrail_requests_total counts an error."""
+    if isinstance(error, ResponseCancelledError):
+        return "cancelled"
     return _OUTCOMES.get(to_http(error)[0], "error")
 
 
@@ -219,9 +222,12 @@ def install(app: FastAPI, note: Callable[[Request, KvrailError], None], routes: 
         body = error_object(message, kind, None, _CODES.get(error.status_code))
         return ErrorResponse(error.status_code, body, headers)
 
-    async def on_unexpected(_: Request, __: Exception) -> Response:
+    async def on_unexpected(request: Request, _: Exception) -> Response:
         body = error_object("internal error; the server's log has the cause", "server_error", None, "internal_error")
-        return ErrorResponse(500, body)
+        headers = {"connection": "close"}  # uvicorn ends it; this answer goes past the middleware that names requests
+        if (request_id := request.scope.get("state", {}).get("request_id")) is not None:
+            headers["x-request-id"] = request_id
+        return ErrorResponse(500, body, headers)
 
     app.add_exception_handler(KvrailError, on_kvrail)
     app.add_exception_handler(RequestValidationError, on_validation)

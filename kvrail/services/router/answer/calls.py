@@ -13,7 +13,7 @@ from kvrail.services.router.answer.leaving import Cancellation
 from kvrail.services.router.answer.trace import Operation
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, Head
-from kvrail.services.router.openai.logprobs import TokenTexts
+from kvrail.services.router.openai.logprobs import CompletionLogprobs, TokenTexts
 from kvrail.services.router.openai.renaming import Rename
 from kvrail.services.router.openai.scored import ScoredPrompt
 from kvrail.services.router.openai.writers import ChunkWriter, Writer, error_event
@@ -156,11 +156,15 @@ class CompletionCall(ApiCall):
         texts = self.texts()
         prompts = [ids for ids in plan.prompts for _ in range(plan.n)]
         prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
+        skip, echoed = plan.sampling[0].skip_special_tokens, request.echo and request.logprobs is not None
         form = CompletionFormat(
             self.head("cmpl"),
-            texts,
             prefixes=prefixes,
-            logprobs=request.logprobs is not None,
+            logprobs=[
+                CompletionLogprobs(texts, len(prefix) if echoed else 0, ids, skip_special=skip)
+                for prefix, ids in zip(prefixes, prompts, strict=True)
+                if request.logprobs is not None
+            ],
             prompt_ids=prompts if request.return_token_ids else None,
             prompts=list(map(ScoredPrompt, repeat(texts), prompts, prefixes)) if plan.scores else (),
             echo_top=request.logprobs if request.echo else None,

@@ -2,6 +2,8 @@
 
 import codecs
 import json
+import math
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -31,6 +33,9 @@ MAX_ESCAPES = 8
 """Backslashes before a quote, as of JSON in a text, in a text …, from which on it counts as one that opens a string."""
 SHORT_BODY = 1 << 16
 """Bytes that are parsed in a millisecond or two; longer bodies take turns."""
+
+_HUGE = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{200}")
+"""What a number beyond a double has; the parser takes such a one for infinity, which it does not allow elsewhere."""
 
 HALF_PAIR = "unexpected end of hex escape"
 """What the parser says of half a surrogate pair too."""
@@ -76,10 +81,22 @@ def _has_many_names(body: bytearray) -> bool:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return from_json(body, allow_inf_nan=False)
+        value = from_json(body, allow_inf_nan=False)
+        if _HUGE.search(body) and _has_infinity(value):
+            raise ValueError("number out of range")
+        return value
     except ValueError as error:
         why = str(error).replace(HALF_PAIR, f"{HALF_PAIR} or half a surrogate pair")
         raise json.JSONDecodeError(why, "", 0) from None
+
+
+def _has_infinity(value: Any) -> bool:
+    """Whether a number in a parsed body is infinite."""
+    if isinstance(value, dict):
+        return any(map(_has_infinity, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_infinity, value))
+    return isinstance(value, float) and math.isinf(value)
 
 
 def most_names(body: bytes | bytearray) -> int:

@@ -8,10 +8,12 @@ import asyncio
 import json
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvrail.services.router.errors import INVALID, error_object
@@ -20,6 +22,8 @@ from kvrail.services.router.http.clients import unmapped
 log = logging.getLogger("kvrail.router.connection")
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_PIPELINED = 16
+"""Requests that are read while the first of them is answered."""
 LEAST_BODY_BYTES_PER_S = 64 << 10
 """What a body brings extends its deadline at this rate."""
 
@@ -34,6 +38,10 @@ class ConnectionLimits:
     max_connections: int
 
 
+class _LongHeadError(Exception):
+    """The headers are too long."""
+
+
 class ClientConnection(HttpToolsProtocol):
     """See the module. Belongs to one event loop."""
 
@@ -45,7 +53,9 @@ class ClientConnection(HttpToolsProtocol):
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._in_body = False
-        self._head_bytes = self._body_bytes = 0
+        self._head_bytes = self._fields_bytes = self._body_bytes = 0
+        self._upgrade: int | None = None  # where the parser stopped before another protocol
+        self._unanswered: deque[RequestResponseCycle] = deque()  # requests whose answers are not complete, in order
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; where there are too many, another that is idle ends, or this one is refused."""
@@ -63,6 +73,9 @@ class ClientConnection(HttpToolsProtocol):
         self._stop_reading()
         self._stop_writing()
         super().connection_lost(exc)
+        for cycle in self._unanswered:  # uvicorn ends the last one alone, and others may run before it
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Parse; an unfinished request gets a deadline."""
@@ -70,24 +83,41 @@ class ClientConnection(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         super().data_received(data)
+        while self._upgrade is not None and not self.transport.is_closing():
+            data, self._upgrade = self._without_upgrade() + data[self._upgrade :], None
+            self.parser = self._new_parser()
+            super().data_received(data)
         if self.transport.is_closing():
             return
         if not self._in_body and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes; send fewer", "headers_too_large")
+            self._refuse_head()
         elif self._reading is None and (self._in_body or self._head_bytes):
             self._watch_reading()
 
     def on_message_begin(self) -> None:
         """Headers begin."""
         super().on_message_begin()
+        self._fields_bytes = 0
         if not self.flow.write_paused:
             self._stop_writing()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header is complete."""
+        super().on_header(name, value)
+        self._fields_bytes += len(name) + len(value)
+
     def on_headers_complete(self) -> None:
         """Headers are complete: the request starts."""
+        if self._fields_bytes + len(self.url) > MAX_HEAD_BYTES:
+            raise _LongHeadError
+        if self._upgrades:
+            return  # `data_received` has it parsed again
         super().on_headers_complete()  # raises where the path is none
         if self.scope["http_version"] < "1.1":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[assignment, method-assign]
+        self._unanswered.append(self.cycle)
+        if len(self._unanswered) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # uvicorn has paused behind a second request, and would not see the client leave
         self._stop_reading()
         self._in_body, self._head_bytes, self._body_bytes = True, 0, 0
 
@@ -98,12 +128,16 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The body is complete."""
+        if self._upgrades:
+            return
         self._stop_reading()
         self._in_body, self._head_bytes = False, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """The answer is written, but perhaps not yet read."""
+        if self._unanswered:
+            self._unanswered.popleft()
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._watch_writing()
@@ -122,10 +156,36 @@ class ClientConnection(HttpToolsProtocol):
         """Answer input that is not one HTTP request; called while the parser's error is handled."""
         error = sys.exception()
         cause = error and error.__context__  # what a callback has raised
-        self._refuse(400, f"this is no valid HTTP request: {cause or error}", None)
+        if isinstance(cause, _LongHeadError):  # one that came in one piece
+            self._refuse_head()
+        else:
+            self._refuse(400, f"this is no valid HTTP request: {cause or error}", None)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing about WebSockets, which this server does not have: the request is served as it is."""
+        """Note where the parser stopped: this server has no other protocol, so the request is served as it is.
+
+        Java's client asks for HTTP/2 with each request. The parser takes the body for the other protocol's.
+        """
+        error = sys.exception()
+        if error is not None and self.parser.get_method() != b"CONNECT":
+            self._upgrade = error.args[0]
+
+    @property
+    def _upgrades(self) -> bool:
+        """Whether the request being read asks for another protocol."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _without_upgrade(self) -> bytes:
+        """The head that was read last, without the header that asks for another protocol."""
+        line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = (b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")
+        return b"\r\n".join((line, *kept, b"\r\n"))
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        """A parser like uvicorn's."""
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
     @property
     def idle_until(self) -> float | None:
@@ -143,7 +203,12 @@ class ClientConnection(HttpToolsProtocol):
     @property
     def _answering(self) -> bool:
         """Whether a request has arrived whole and its answer is not complete yet."""
-        return self.cycle is not None and not self.cycle.response_complete and not self._in_body
+        return len(self._unanswered) > self._asking
+
+    @property
+    def _asking(self) -> bool:
+        """Whether the last of the unanswered requests has not arrived whole."""
+        return self._in_body and bool(self._unanswered) and self._unanswered[-1] is self.cycle
 
     def _watch_reading(self) -> None:
         self._reading_since = self.loop.time()
@@ -185,6 +250,9 @@ class ClientConnection(HttpToolsProtocol):
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes; send fewer", "headers_too_large")
 
     def _refuse(self, status: int, message: str, code: str | None) -> None:
         """Answer with an error and end the connection; where an answer is under way, only end the connection."""

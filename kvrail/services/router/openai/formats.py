@@ -259,19 +259,19 @@ class CompletionFormat(Format):
     def __init__(
         self,
         head: Head,
-        texts: TokenTexts,
         *,
         prefixes: Sequence[str],
-        logprobs: bool,
+        logprobs: Sequence[CompletionLogprobs] = (),
         prompt_ids: Sequence[Sequence[int]] | None = None,
         prompts: Sequence[ScoredPrompt] = (),
         echo_top: int | None = None,
         prompt_top: int | None = None,
     ) -> None:
-        """prompt_ids: token ids of each choice's prompt, where those of the output are shown too.
+        """logprobs: of each choice, where they are asked for.
 
-        prompts: each choice's, where their log probabilities are asked for. echo_top, prompt_top: how many likely
-        tokens `logprobs` and `prompt_logprobs` then list; None: neither is asked for.
+        prompt_ids: token ids of each choice's prompt, where those of the output are shown too. prompts: each choice's,
+        where their log probabilities are asked for. echo_top, prompt_top: how many likely tokens `logprobs` and
+        `prompt_logprobs` then list; None: neither is asked for.
         """
         super().__init__(head, simple=prompt_ids is None)
         self._prefixes = prefixes
@@ -280,8 +280,7 @@ class CompletionFormat(Format):
         self._prompts = prompts
         self._echo_top = echo_top
         self._prompt_top = prompt_top
-        offsets = [0 if echo_top is None else len(prefix) for prefix in prefixes]
-        self._logprobs = [CompletionLogprobs(texts, offset) for offset in offsets] if logprobs else []
+        self._logprobs = logprobs
 
     def _find_logprobs(self, delta: Delta) -> Json | None:
         return self._logprobs[delta.index].take(delta) if self._logprobs and delta.token_ids else None

@@ -1,10 +1,10 @@
 """Log probabilities in the two shapes of the OpenAI API."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvrail.services.router.values import Delta
-from kvrail.text import Tokenizer
+from kvrail.text import IncrementalDetokenizer, Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say; OpenAI's value."""
@@ -63,12 +63,14 @@ def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
 class CompletionLogprobs:
     """Builds parallel lists over the tokens of one choice's output.
 
-    Offsets are in characters from the start of the choice's text; the output begins at `offset`.
+    Offsets are in characters from the start of the choice's text; the output begins at `offset`. prompt_ids: the
+    prompt's tokens, behind which the output is read. skip_special: the text leaves special tokens out.
     """
 
-    def __init__(self, texts: TokenTexts, offset: int = 0) -> None:
+    def __init__(self, texts: TokenTexts, offset: int, prompt_ids: Sequence[int], *, skip_special: bool) -> None:
         self._texts = texts
         self._offset = offset
+        self._reader = IncrementalDetokenizer(texts.tokenizer, prompt_ids, skip_special)
 
     def take(self, delta: Delta) -> dict[str, Any]:
         """The lists for these tokens."""
@@ -76,7 +78,7 @@ class CompletionLogprobs:
         offsets = []
         for token_id in delta.token_ids:
             offsets.append(self._offset)
-            self._offset += len(self._texts.tokenizer.token_text(token_id))  # however the token is shown
+            self._offset += len(self._reader.push((token_id,)))  # of a character in several tokens, with its last one
         pairs = zip(tokens, delta.logprobs, strict=True)
         return {
             "tokens": tokens,

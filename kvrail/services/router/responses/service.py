@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.datastructures import State
 
-from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.errors import KvrailError, ResponseCancelledError
 from kvrail.services.router.answer.answer import Answer
 from kvrail.services.router.answer.calls import ApiCall, Parts
 from kvrail.services.router.answer.service import RouterService
@@ -45,7 +45,7 @@ class ResponsesCall(ApiCall):
         """A response, which is kept unless the client asked not to."""
         response = _described(self._asked, self.parts.planner.defaults, self._response_id, self.name)
         if self._asked.store is not False:
-            cancel = partial(self.cancellation.cancel, InvalidRequestError("the response was cancelled"))
+            cancel = partial(self.cancellation.cancel, ResponseCancelledError("the response was cancelled"))
             self._store.begin(self._owner, self._items, response, cancel)
         texts = TokenTexts(self.parts.tokenizer) if self.request.logprobs else None
         return ResponseWriter(response, plan.new_reader(), texts, partial(self._store.update, self._owner))

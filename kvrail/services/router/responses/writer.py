@@ -72,6 +72,7 @@ class ResponseWriter:
         self._open: Json | None = None  # the last of the items, where more of it may come
         self._cut = False
         self._reasoning_tokens = 0
+        self._logprobs: list[Json] = []  # of tokens whose text may still become a message's
 
     def opening(self) -> bytes:
         """The response, before there is any output."""
@@ -123,18 +124,23 @@ class ResponseWriter:
         logprobs = []
         if self._texts is not None and delta.token_ids:
             logprobs = chat_logprobs(self._texts, delta)["content"]
-        events = self._show(said, logprobs)
+        events = self._show(said, logprobs, last=delta.finish_reason is not None)
         if delta.finish_reason is not None:
             self._cut = delta.finish_reason is FinishReason.LENGTH
         return events
 
-    def _show(self, said: Said, logprobs: list[Json]) -> bytes:
+    def _show(self, said: Said, logprobs: list[Json], *, last: bool) -> bytes:
         """The events for new output, in the order in which models write it."""
         events = b""
         if said.reasoning:
             events += self._text("reasoning", said.reasoning, [])
-        if said.content or logprobs:
-            events += self._text("message", said.content, logprobs)
+        kind = "message" if self._open is None else self._open["type"]
+        self._logprobs += logprobs
+        if said.content or (last and self._logprobs and self._items and kind == "message"):
+            events += self._text("message", said.content, self._logprobs)
+            self._logprobs = []
+        elif said.reasoning or said.calls or kind != "message":
+            self._logprobs = []  # of reasoning, of a call, or of their marks: no message shows these
         for call in said.calls:
             events += self._call(call)
         return events
@@ -206,7 +212,7 @@ class ResponseWriter:
     def _finish(self, usage: Json) -> bytes:
         """End the last item, and note how the response ended."""
         status = "incomplete" if self._cut else "completed"
-        events = b"" if self._items else self._text("message", "", [])
+        events = b"" if self._items else self._text("message", "", self._logprobs)
         events += self._close(status)
         self._response |= {
             "status": status,
@@ -223,7 +229,7 @@ def _usage(usage: Json, reasoning_tokens: int) -> Json:
     """The usage under this API's names."""
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage["total_tokens"],

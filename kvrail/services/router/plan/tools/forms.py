@@ -116,6 +116,8 @@ class CallReader:
             said.content = self._marked(self._buffer) if self._opened else self._buffer
             if self._between:
                 said.content = said.content.strip()
+                if said.content and self._form.closes.startswith(said.content):
+                    said.content = ""  # the length has cut the mark behind a call
         self._scanner, self._buffer = None, ""
         return said
 
