@@ -195,7 +195,7 @@ def test_a_load_that_varies_changes_no_roles():
 
 def test_workers_with_little_to_spare_compute_for_all_while_prompts_do_not_wait():
     """As they do not in a closed loop; where prompts wait, or are too many, all workers compute them."""
-    for prompts, wait_s, found in ((0.94, 0.15, 1), (0.94, 0.25, None), (0.96, 0.0, None), (0.65, 0.25, 1)):
+    for prompts, wait_s, found in ((0.94, 0.15, 1), (0.94, 0.35, None), (0.96, 0.0, None), (0.65, 0.35, 1)):
         assert best_split(two(prompts, 60, wait_s=wait_s), 1, ttft_s=0.5) == found
 
 
@@ -216,7 +216,7 @@ def test_one_more_worker_computes_prompts_early_where_gaps_hardly_get_longer():
     eight = {"decoding": 8, "both": 8}
     assert best_split(two(2.7, 99, **eight), 3, 0.5) == 4
     assert best_split(two(2.7, 400, **eight), 3, 0.5) == 3
-    assert best_split(two(2.7, 400, **eight, wait_s=0.25), 3, 0.5) == 4
+    assert best_split(two(2.7, 400, **eight, wait_s=0.35), 3, 0.5) == 4
 
 
 def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
@@ -226,7 +226,7 @@ def test_prompts_wait_in_the_queue_and_at_the_workers_that_compute_them():
         return Snapshot(*[[first, worker("b", sequences=30)]] * 2, Slo(), 1, {kind: waited_s}).kind("").split
 
     assert split(0.0, 0) == split(0.0, 4_000) == split(0.15, 0) == 1
-    assert split(0.0, 10_000) is split(0.25, 0) is split(0.15, 4_000) is None
+    assert split(0.0, 16_000) is split(0.35, 0) is split(0.2, 4_000) is None
     assert split(9.0, 0, kind="int4") == 1  # they wait for other workers
 
 

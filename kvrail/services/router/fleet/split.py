@@ -16,7 +16,7 @@ SPARE, STAYS_SPARE = 0.2, 0.05
 however they come, and to stay so while they wait little."""
 MOST_SPARE = 0.3
 """Time to spare of k workers, at most this times sqrt(k) of one: many level out what comes at random."""
-WAIT = 0.4
+WAIT = 0.6
 """Part of the limit of the first token that prompts may wait for those workers: requests that come when others have
 ended wait little even if hardly any time is to spare, and requests that come at random do not."""
 LONGER, STAYS_LONGER = 1.04, 1.01
