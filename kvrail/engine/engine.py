@@ -204,7 +204,11 @@ class Engine:
         if not self._runner.launches_async:
             self._emit_drawn()
         if self._closer is not None:
-            self._closer.close_pages(self._changed, lambda: self._in_flight is None and not self._scheduler.has_work())
+            self._closer.close_pages(
+                self._changed,
+                lambda: self._in_flight is None and not self._scheduler.has_work(),
+                launches=self._runner.launches_async,
+            )
         failures = self._failures
         now, self._in_flight = self._in_flight, None
         if now is None:

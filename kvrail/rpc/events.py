@@ -21,6 +21,7 @@ from kvrail.errors import (
     IncompatibleError,
     InvalidRequestError,
     KvrailError,
+    PeerRefusedError,
     RequestCancelledError,
     WorkerUnavailableError,
     reason_of,
@@ -297,8 +298,8 @@ class EventStream:
                         await self._events.write(decode_pb2.EventsRequest(taken=TAKEN_EVERY))
         except grpc.aio.AioRpcError as broken:
             error = from_rpc_error(broken, peer=self._peer)
-            if isinstance(error, RequestCancelledError):  # the worker cancelled; this end did not
-                error = WorkerUnavailableError(str(error))
+            if not isinstance(error, WorkerUnavailableError | IncompatibleError | PeerRefusedError):
+                error = WorkerUnavailableError(str(error))  # whatever ended it, no single request did
         except asyncio.CancelledError:
             error = WorkerUnavailableError(f"the stream to {self._peer} was closed here")
             if is_cancelling():

@@ -63,6 +63,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             del self._streams[stream]
             await sender.close()
 
+    async def flushed(self) -> None:
+        """Wait until the output of requests so far has left, on every open stream."""
+        for sender in list(self._streams.values()):
+            await sender.flushed()
+
     @maps_errors
     async def Submit(
         self, request: decode_pb2.SubmitRequest, context: grpc.aio.ServicerContext
@@ -99,9 +104,15 @@ class EventSender:
         self._events: dict[int, decode_pb2.RequestEvents] = {}  # of the message, by request
         self._waiting = 0  # replies in the message
         self._sent = self._taken = 0  # messages
-        self._heartbeat_due = True
-        self._any, self._room, self._acknowledged = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._heartbeat_due, self._writing = True, False
+        self._any, self._room, self._acknowledged, self._left = (asyncio.Event() for _ in range(4))
         self._any.set()
+
+    async def flushed(self) -> None:
+        """Wait until everything has left, or the stream has ended."""
+        while self._writing or self._any.is_set():
+            self._left.clear()
+            await self._left.wait()
 
     async def run(self) -> None:
         """Send messages, until cancelled."""
@@ -121,8 +132,14 @@ class EventSender:
                 self._message, self._events, self._waiting = decode_pb2.EventBatch(), {}, 0
                 self._sent += 1
                 self._room.set()
+                self._writing = True
                 await self._context.write(message)
+                self._writing = False
+                self._left.set()
         finally:
+            self._writing = False
+            self._any.clear()
+            self._left.set()
             for task in beside:
                 task.cancel()
 

@@ -24,13 +24,14 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RpcServer:
     """A gRPC server with the standard health service, NOT_SERVING until `start`."""
 
     server: grpc.aio.Server
     health: health_aio.HealthServicer
     tls: Tls | None = None
+    decode: DecodeService | None = None
 
     def add_prefill(self, servicer: prefill_pb2_grpc.PrefillServicer) -> None:
         """Serve the Prefill service."""
@@ -38,7 +39,8 @@ class RpcServer:
 
     def add_decode(self, worker: DecodeWorker) -> None:
         """Serve the Decode service."""
-        decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), self.server)  # type: ignore[no-untyped-call]
+        self.decode = DecodeService(worker)
+        decode_pb2_grpc.add_DecodeServicer_to_server(self.decode, self.server)  # type: ignore[no-untyped-call]
 
     def bind(self, host: str, port: int) -> int:
         """Listen on `host`:`port` (0: any free one) once started; returns the port. Raises ConfigError where taken."""
@@ -115,7 +117,8 @@ async def serve_until_signal(
     """Serve a started server until SIGTERM or SIGINT, then drain it; the process can exit with 0 after this.
 
     On the first signal: health turns NOT_SERVING, `on_drain` stops admission, and running requests get
-    `grace_period_s` seconds until `drained` returns. A second signal ends the wait. What still runs is cancelled.
+    `grace_period_s` seconds until `drained` returns and their output is sent. A second signal ends the wait. What still
+    runs is cancelled.
     on_ready: called once signals are taken. broken: the error that it returns is raised at once, without waiting for
     requests.
     """
@@ -124,6 +127,11 @@ async def serve_until_signal(
 
     def on_signal() -> None:
         (second if first.is_set() else first).set()
+
+    async def sent() -> None:
+        await drained()
+        if rpc.decode is not None:
+            await rpc.decode.flushed()
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
@@ -138,7 +146,7 @@ async def serve_until_signal(
         log.info("draining: no new requests, up to %g s for running ones", grace_period_s)
         await rpc.health.enter_graceful_shutdown()
         on_drain()
-        await _wait_drained(drained, second, grace_period_s)
+        await _wait_drained(sent, second, grace_period_s)
     finally:
         for task in tasks:
             task.cancel()

@@ -113,7 +113,8 @@ class SendQueue:
         for waiting in (self._first, self._later):
             while waiting and waiting[0][2].done():  # cancelled
                 heapq.heappop(waiting)
-        full = self._held_bytes >= self._max_held_bytes
+        # what a stuck receiver holds is not given back soon: others have as much once more
+        full = self._held_bytes >= self._max_held_bytes * (2 if self._lent else 1)
         if self._later and (full or not self._first or self._passed >= self._patience):
             self._passed = 0
             return self._later

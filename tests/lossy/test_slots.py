@@ -1,6 +1,7 @@
 """Requests of all kinds over pages that lose bits: each says what it says alone, and no slot is lost."""
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -223,3 +224,20 @@ def test_a_page_that_is_closed_alone_is_not_copied() -> None:
     pool.allocate(3)
     assert [prefix.copied for prefix in tables.prefixes(other, [one])] == [None]
     pool.check()
+
+
+def test_a_closing_is_enqueued_before_its_pages_can_be_freed() -> None:
+    """A transfer that gets their slots writes behind what is enqueued then."""
+    bench, free = LossyBench(60, 24, ahead=True), []
+    lock, close = bench.engine._changed, bench.cells.close
+
+    def closing(chosen: Any) -> Any:
+        other = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+        return close(chosen)
+
+    bench.cells.close = closing
+    bench.submit("r", prompt_of(70), 20)
+    bench.run()
+    assert free and not any(free)

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 
 import httpx
 import openai
+import pytest
 
-from kvrail.errors import OverloadedError
+from kvrail.errors import InvalidRequestError, OverloadedError
 from kvrail.runtime.queueing import Ticket
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
@@ -118,6 +119,37 @@ async def test_an_answer_whose_lent_place_is_taken_back_goes_on_where_it_stopped
         answers = [moved, *await asyncio.gather(*(task for task in flood if not task.done()))]
         assert [each.json()["choices"][0]["message"]["content"] for each in answers] == [OUTPUT] * 8
         assert await cluster.metric("kvrail_failovers_total{}") == 0
+
+
+@pytest.mark.parametrize("lacks_summary", [False, True])
+async def test_an_answer_that_is_whole_keeps_its_end_if_its_lent_place_is_taken_back(
+    tokenizer: Tokenizer, lacks_summary: bool
+):
+    """A worker refuses to resume what has ended."""
+    go_on = asyncio.Event()
+
+    async def held(worker, request):
+        if any(each.ended for each in request.resumed):
+            raise InvalidRequestError("1 sequences (1 ended) cannot be resumed with n 1")
+        async for reply in write_output(worker, request):
+            if lacks_summary and reply.HasField("summary"):
+                await go_on.wait()
+            yield reply
+        await go_on.wait()
+
+    async with two_keys(tokenizer) as (cluster, greedy, modest):
+        fake = cluster.decode[0]
+        fake.script = held
+        asked = [cluster.http.post("/v1/chat/completions", json=CHAT, headers=greedy) for _ in range(8)]
+        flood = [asyncio.create_task(each) for each in asked]
+        await until(lambda: len(fake.requests) == 8)
+        await until(lambda: cluster.service.dispatcher.queue.borrowed(Ticket("modest", 1, 1)) is not None)
+        await asyncio.sleep(0.2)  # all their tokens are here
+        last = asyncio.create_task(cluster.http.post("/v1/chat/completions", json=CHAT, headers=modest))
+        await until(lambda: len(fake.requests) == 9)
+        go_on.set()
+        for answer in await asyncio.gather(*flood, last):
+            assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
 
 
 async def test_who_leaves_the_queue_is_gone_and_a_deadline_bounds_it(tokenizer: Tokenizer):

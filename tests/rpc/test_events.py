@@ -203,6 +203,57 @@ async def test_a_router_that_takes_no_messages_gets_no_more_of_them(pair):
     await until(lambda: not worker.running)
 
 
+async def test_a_worker_that_stops_has_sent_what_it_has(pair):
+    """The requests have ended; their output waits for a router that is slow to take messages."""
+    worker, _, rpc, channel = pair
+    stub = decode_pb2_grpc.DecodeStub(channel)
+    stream, number = await opened(stub)
+    await stub.Submit(decode_pb2.SubmitRequest(stream=number, number=1, request=ask("count 500")))
+    await until(lambda: worker.told == 500 and not worker.running)
+    flushed = asyncio.create_task(rpc.decode.flushed())
+    await asyncio.wait([flushed], timeout=0.1)
+    assert not flushed.done()
+    replies, ended = 0, False
+    while not ended:
+        (part,) = (await stream.read()).requests
+        replies, ended = replies + len(part.replies), part.HasField("end")
+        await stream.write(decode_pb2.EventsRequest(taken=1))
+    assert replies == 500
+    await asyncio.wait_for(flushed, 10)
+    stream.cancel()
+
+
+class Resetting(decode_pb2_grpc.DecodeServicer):
+    """Takes requests, then ends the stream with a status."""
+
+    def __init__(self, status):
+        self._status, self._asked = status, asyncio.Event()
+
+    async def Events(self, _, context):
+        await context.write(decode_pb2.EventBatch(stream=7, running={}))
+        await self._asked.wait()
+        await context.abort(self._status, "reset")
+
+    async def Submit(self, request, context):
+        asyncio.get_running_loop().call_later(0.05, self._asked.set)
+        return decode_pb2.SubmitReply(sent=1)
+
+
+@pytest.mark.parametrize("status", ["INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"])
+async def test_whatever_ends_the_stream_the_worker_is_lost(status):
+    """No single request is at fault, so each may go on elsewhere. A proxy that loses its upstream says INTERNAL."""
+    rpc = await build_server()
+    decode_pb2_grpc.add_DecodeServicer_to_server(Resetting(grpc.StatusCode[status]), rpc.server)
+    port = rpc.bind("127.0.0.1", 0)
+    await rpc.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        client = DecodeClient(channel)
+        with pytest.raises(WorkerUnavailableError):
+            await collect(client.events.submit(ask("hang")))
+        await client.close()
+    await rpc.stop()
+
+
 async def refused(method, message) -> KvrailError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await method(message)

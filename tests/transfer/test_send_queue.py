@@ -182,3 +182,23 @@ async def test_no_more_is_lent_than_the_bound_says():
     done.set()
     await asyncio.gather(*held)
     assert (begun, queue._free) == (20, 1)
+
+
+async def test_memory_that_a_stuck_receiver_fills_does_not_keep_others_from_theirs():
+    queue, done = SendQueue(10, slots=1, stuck_s=0.05), asyncio.Event()
+
+    async def stuck():
+        async with queue.turn(0, later=True):
+            await done.wait()
+
+    queue.hold(10)
+    held = asyncio.create_task(stuck())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(Sender(queue).frames(1, 3), 10)
+    queue.hold(10)
+    waiting = asyncio.create_task(Sender(queue).frames(2, 1))
+    await asyncio.wait([waiting], timeout=0.2)
+    assert not waiting.done()  # as much once more, and no more
+    done.set()
+    queue.release(20)
+    await asyncio.gather(held, waiting)

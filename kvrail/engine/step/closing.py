@@ -35,16 +35,24 @@ class PageCloser:
         metrics.stuck_pages.set(slots.stuck)
         metrics.raw_tiles.set(self._cache.raw_tiles / max(1, slots.closed * self._cache.page_tiles))
 
-    def close_pages(self, lock: AbstractContextManager[object], idle: Callable[[], bool]) -> None:
-        """Take in the last closing, enqueue another. lock: the engine's; idle: whether there is nothing else to do."""
+    def close_pages(self, lock: AbstractContextManager[object], idle: Callable[[], bool], *, launches: bool) -> None:
+        """Take in the last closing, enqueue another. lock: the engine's; idle: whether there is nothing else to do.
+
+        launches: whether closing only enqueues work. That is done under the lock: behind it the pages may be freed, and
+        a transfer get their slots, which waits for nothing that is enqueued later.
+        """
         with lock:
             waits = idle()
             self._settle(wait=waits)
             closing = None if self._outcome is not None else self._pool.choose_closing(at_once=waits)
-        if closing is not None:
+            if closing is not None and launches:
+                self._outcome = self._cache.close(closing)
+        if closing is None:
+            return
+        if not launches:
             self._outcome = self._cache.close(closing)
-            with lock:
-                self._settle()
+        with lock:
+            self._settle()
 
     def _settle(self, *, wait: bool = False) -> None:
         """Let pages count as closed, if the outcome is known."""

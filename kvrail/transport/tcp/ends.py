@@ -243,9 +243,11 @@ class TcpReceiver:
         except BaseException as error:
             for each in opening:
                 each.cancel()
-            await settled(*opening)
-            made = [each.result() for each in opening if not each.cancelled() and each.exception() is None]
-            await settled(*[asyncio.ensure_future(connection.aclose()) for connection in made])
+            try:
+                await settled(*opening)
+            finally:
+                made = [each.result() for each in opening if not each.cancelled() and each.exception() is None]
+                await settled(*[asyncio.ensure_future(connection.aclose()) for connection in made])
             if isinstance(error, WorkerUnavailableError):
                 raise TransferAbortedError(str(error)) from error
             raise

@@ -12,10 +12,11 @@ import torch
 
 from kvrail.errors import ConfigError, FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
-from kvrail.transport.regions import RegionPool
+from kvrail.transport.regions import RegionPool, host_pool
 from kvrail.transport.tcp import TcpTransport, Timeouts, ends
 from kvrail.transport.tcp import transport as transport_module
 from kvrail.transport.tcp.connection import Connection, stopped
+from kvrail.transport.tcp.ends import TcpReceiver
 from kvrail.transport.tcp.messages import (
     FIRST,
     HELLO_BYTES,
@@ -472,3 +473,39 @@ async def test_secrets_differ():
     assert len({address_of(transport).secret for transport in transports}) == 2
     for transport in transports:
         await transport.aclose()
+
+
+async def test_connections_that_were_made_are_closed_if_the_transfer_is_given_up_as_another_fails():
+    made = []
+
+    async def connected():
+        listener = socket.create_server(("127.0.0.1", 0))
+        ours = socket.create_connection(listener.getsockname())
+        theirs.append(listener.accept()[0])
+        listener.close()
+        return Connection(Stream(ours))
+
+    async def further(place):
+        if place.number == 1:
+            made.append(await connected())
+            return made[0]
+        if place.number == 2:
+            await asyncio.sleep(0.05)
+            raise WorkerUnavailableError("refused")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+
+    theirs = []
+    receiver = TcpReceiver(await connected(), host_pool(64 << 20), 4, further)
+    receiving = asyncio.create_task(receiver.receive(8 << 20, on_device=False))
+    await asyncio.sleep(0.07)  # the second one has failed, the third one is ending
+    receiving.cancel()
+    await asyncio.wait([receiving])
+    await receiver.aclose()
+    closed = made[0].stream._sock.fileno() < 0
+    await made[0].aclose()
+    assert receiving.cancelled() and closed
+    for each in theirs:
+        each.close()

@@ -109,13 +109,9 @@ class PromptStream:
                     async for updates in batches:
                         yield updates
                 return
-            except (WorkerUnavailableError, OverloadedError, IncompatibleError) as error:
+            except (WorkerUnavailableError, OverloadedError, IncompatibleError, RequestCancelledError) as error:
                 if not self._continues(reserved, error):
                     return
-                route.metrics.failovers.inc()
-            except RequestCancelledError:
-                if not reserved.taken_back:
-                    raise
             finally:
                 reserved.leave()
             if output.drafts:
@@ -123,15 +119,20 @@ class PromptStream:
                 output.drafts.clear()
 
     def _continues(self, reserved: Reservation, error: KvrailError) -> bool:
-        """Whether another worker is to continue after this error of one; raises it if none can.
+        """Whether a worker is to continue after this error of one; raises it if none can.
 
-        False: only the summary is missing.
+        False: only the summary, or the call's end, is missing.
         """
+        if isinstance(error, RequestCancelledError):
+            if not reserved.taken_back:
+                raise error
+            return bool(self.output.unfinished)
         if isinstance(error, OverloadedError):
             self._refusals += 1
             if self._refusals > MAX_REFUSALS:
                 raise error
             reserved.leave(refused=True)
+            self._route.metrics.failovers.inc()
             return True
         reserved.worker.breaker.failed(reserved.began)
         if isinstance(error, IncompatibleError):
@@ -143,6 +144,7 @@ class PromptStream:
             return False
         if self._losses > MAX_MOVES or not (pool.meeting or pool.healthy_decode(self._needed)):
             raise error
+        self._route.metrics.failovers.inc()
         return True
 
     async def _generated(self, reserved: Reservation) -> AsyncGenerator[Updates]:
