@@ -48,10 +48,6 @@ class InvalidRequestError(KvrailError):
         self.param = param
 
 
-class ResponseCancelledError(InvalidRequestError):
-    """The client has cancelled its response by another request."""
-
-
 class ContextLengthError(InvalidRequestError):
     """Prompt and output together exceed the model's context."""
 

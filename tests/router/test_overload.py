@@ -91,13 +91,14 @@ async def test_a_flood_of_one_key_does_not_make_another_wait(tokenizer: Tokenize
 
 
 async def test_an_answer_whose_lent_place_is_taken_back_goes_on_where_it_stopped(tokenizer: Tokenizer):
-    others_end = asyncio.Event()
+    others_end, waiting = asyncio.Event(), []
 
     async def held(worker, request):
         """Three tokens; the rest when the test says so."""
         said = 0
         async for reply in write_output(worker, request):
             if said == 3 and not request.resumed:
+                waiting.append(request)
                 await others_end.wait()
             said += 1
             yield reply
@@ -107,8 +108,9 @@ async def test_an_answer_whose_lent_place_is_taken_back_goes_on_where_it_stopped
         fake.script = held
         asked = [cluster.http.post("/v1/chat/completions", json=CHAT, headers=greedy) for _ in range(8)]
         flood = [asyncio.create_task(each) for each in asked]
-        await until(lambda: len(fake.requests) == 8)
+        await until(lambda: len(waiting) == 8)
         await until(lambda: cluster.service.dispatcher.queue.borrowed(Ticket("modest", 1, 1)) is not None)
+        await asyncio.sleep(0.2)  # all their tokens are here
         fake.script = write_output
         answer = await cluster.http.post("/v1/chat/completions", json=CHAT, headers=modest)
         assert answer.json()["choices"][0]["message"]["content"] == OUTPUT

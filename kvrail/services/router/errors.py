@@ -26,7 +26,6 @@ from kvrail.errors import (
     OverloadedError,
     RateLimitError,
     RequestCancelledError,
-    ResponseCancelledError,
     ResponseNotFoundError,
     WorkerUnavailableError,
 )
@@ -116,6 +115,10 @@ def to_http(error: KvrailError) -> tuple[int, dict[str, Any], dict[str, str]]:
     elif status == 503:
         headers["retry-after"] = str(UNAVAILABLE_RETRY_S)
     return status, error_object(str(error), kind, param, code), headers
+
+
+class ResponseCancelledError(InvalidRequestError):
+    """The client has cancelled its response by another request."""
 
 
 def outcome_of(error: KvrailError) -> str:

@@ -6,11 +6,11 @@ from typing import Any
 
 from starlette.datastructures import State
 
-from kvrail.errors import KvrailError, ResponseCancelledError
+from kvrail.errors import KvrailError
 from kvrail.services.router.answer.answer import Answer
 from kvrail.services.router.answer.calls import ApiCall, Parts
 from kvrail.services.router.answer.service import RouterService
-from kvrail.services.router.errors import refuse
+from kvrail.services.router.errors import ResponseCancelledError, refuse
 from kvrail.services.router.openai.logprobs import TokenTexts
 from kvrail.services.router.plan.defaults import Defaults
 from kvrail.services.router.plan.translate import Plan

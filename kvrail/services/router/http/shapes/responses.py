@@ -68,6 +68,12 @@ class ResponseError(Shape):
     message: str
 
 
+class InputDetails(PromptDetails):
+    """Counts of the prompt's tokens."""
+
+    cache_write_tokens: int
+
+
 class OutputDetails(Shape):
     """Counts of the output's tokens."""
 
@@ -78,7 +84,7 @@ class ResponseUsage(Shape):
     """Counts of tokens."""
 
     input_tokens: int
-    input_tokens_details: PromptDetails
+    input_tokens_details: InputDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
