@@ -92,7 +92,7 @@ def test_a_trace_is_replayed(capsys, server, trace, tmp_path):
     told = json.loads((tmp_path / "run.json").read_text())
     assert (told["completed"], told["left_out"], told["load"]["speed"]) == (3, 1, 200.0)
     assert told["load"]["trace"] == {"name": "trace.jsonl", "longest": 2000, "left_out": 1}
-    assert told["duration"] >= 95 / 200
+    assert told["duration"] >= 0.9 * 95 / 200  # an event loop's timer may be early by its resolution
 
 
 def test_a_trace_is_all_of_it_or_its_first_requests(capsys, server, trace):
