@@ -52,7 +52,7 @@ class TokenModel:
         self.max_model_len = MAX_LEN
         self.least_rows = 0
 
-    def logits(self, inputs: StepInputs) -> torch.Tensor:
+    def logits(self, inputs: StepInputs, out: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [rows, VOCAB]; rows that are padding hold NaN."""
         step, size = inputs.step, self.layout.page_size
         cells = step.pages[0][0].view(-1)
@@ -68,7 +68,14 @@ class TokenModel:
         for layer in range(len(self.layers)):
             if step.on_layer is not None:
                 step.on_layer(layer)
-        return found if isinstance(inputs.logit_rows, int) else found[inputs.logit_rows]
+        if step.on_body is not None:
+            step.on_body(found)
+        logits = found if isinstance(inputs.logit_rows, int) else found[inputs.logit_rows]
+        return logits if out is None else out.copy_(logits)
+
+    @staticmethod
+    def head(body: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(body[rows])
 
     @staticmethod
     def _cpu_reads(meta) -> dict[int, tuple[list[int], int]]:
@@ -117,12 +124,25 @@ class Stream:
 
 
 def capture(self: StepGraphs, size: StepSize, cuts: set[int]) -> graphs._Captured:
-    """In place of a graph: computes the step again, into the same memory."""
-    buffer = StepBuffer(size, torch.device("cpu"))
-    logits = torch.empty(size.logit_rows or size.extents.tokens, VOCAB)
-    parts = [SimpleNamespace(replay=lambda: logits.copy_(self._compute(buffer, None)))]
-    parts += [SimpleNamespace(replay=lambda: None) for _ in cuts]
-    return graphs._Captured(buffer, list(zip(parts, [*sorted(cuts), None], strict=True)), logits)
+    """In place of graphs: compute the step again, into the same memory. Only the head that follows writes logits."""
+    buffer, rows, bodies = StepBuffer(size, torch.device("cpu")), size.logit_rows or size.extents.tokens, []
+
+    def compute() -> None:
+        bodies.clear()
+        self._compute(buffer, None, bodies.append)
+        if size.logit_rows:
+            self._logits.fill_(torch.nan)
+
+    parts = [SimpleNamespace(replay=compute), *(SimpleNamespace(replay=lambda: None) for _ in cuts)]
+    heads = {rows: SimpleNamespace(replay=lambda: None)}
+    if size.logit_rows:
+        heads = {
+            most: SimpleNamespace(
+                replay=functools.partial(lambda most: self._compute_head(buffer, bodies[0], most), most)
+            )
+            for most in (*(few for few in self._heads if few < rows), rows)
+        }
+    return graphs._Captured(buffer, list(zip(parts, [*sorted(cuts), None], strict=True)), heads)
 
 
 def launch_draw(logits: torch.Tensor, words: torch.Tensor, out: torch.Tensor) -> None:
@@ -146,4 +166,5 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "programs_at_once", lambda layer, dtype, rows: 4)
     monkeypatch.setattr(sampling_kernels, "launch_draw", launch_draw)
     monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(graphs, "HEADS", (1, 2, 4))
     monkeypatch.setattr(sampler, "Readback", lambda tensor: Readback(tensor.clone()))  # enqueued before the next step

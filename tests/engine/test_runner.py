@@ -1,6 +1,7 @@
 """Packed paged steps against transformers' own dense forward pass, for many architectures."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 import kvrail.engine.step.runner
 from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.batch.inputs import step_inputs
+from kvrail.engine.batch.packing import pack
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.model.onednn_linear import mean_weights
 from kvrail.engine.step.graphs import batch_sizes, token_sizes
@@ -65,6 +68,18 @@ def test_matches_dense_forward(name: str) -> None:
     logits = run_schedule(runner, sequences, chunks, seed=4)
     assert len(logits) > 5
     assert max(errors(name, sequences, logits)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in tiny_models.SERVED if name not in ("gpt2", "opt")])
+def test_the_head_again_for_some_rows(name: str) -> None:
+    """As captured steps compute it. The two others' heads call parts of their bases, so no step sees a body."""
+    runner, bodies = poisoned_runner(tiny_models.load(name)), []
+    packed = pack([SequenceSlice(tokens(20, 1), 0, range(2), 20)], runner.loaded.layout.page_size)
+    inputs = step_inputs(runner.cache, packed, runner.loaded.dtype)
+    logits = runner.loaded.logits(replace(inputs, step=replace(inputs.step, on_body=bodies.append)))
+    rows, again = torch.tensor([19, 0, 7, 7]), torch.full((4, logits.shape[1]), torch.nan)
+    runner.loaded.head(*bodies, rows, again)
+    assert torch.allclose(again, logits[rows], rtol=1e-5, atol=1e-6)
 
 
 def test_batch_of_decodes_of_uneven_length() -> None:

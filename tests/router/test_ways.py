@@ -182,7 +182,7 @@ def test_prompts_have_the_workers_that_served_best_on_two_gpus(prompts, sequence
 
 
 def test_a_load_that_varies_changes_no_roles():
-    for prompts in (0.82, 0.91, 0.94):
+    for prompts in (0.87, 0.94, 1.04):
         assert [best_split(two(prompts, 30), before) for before in (None, 1)] == [None, 1]
     eight = {"decoding": 8, "both": 8}
     for prompts in (2.2, 2.4):  # of 8 workers, between what 3 and 4 compute
@@ -194,8 +194,8 @@ def test_a_load_that_varies_changes_no_roles():
 
 
 def test_workers_with_little_to_spare_compute_for_all_while_prompts_do_not_wait():
-    """As they do not in a closed loop; where prompts wait, or are too many, all workers compute them."""
-    for prompts, wait_s, found in ((0.94, 0.15, 1), (0.94, 0.35, None), (0.96, 0.0, None), (0.65, 0.35, 1)):
+    """As they hardly do in a closed loop; where prompts wait, or are too many, all workers compute them."""
+    for prompts, wait_s, found in ((1.04, 0.15, 1), (1.04, 0.35, None), (1.06, 0.0, None), (0.65, 0.35, 1)):
         assert best_split(two(prompts, 60, wait_s=wait_s), 1, ttft_s=0.5) == found
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,11 @@ class AttentionStep(Protocol):
     @property
     def on_layer(self) -> Callable[[int], None] | None:
         """Called on the host with each layer's number, once its work has been enqueued."""
+        ...
+
+    @property
+    def on_body(self) -> Callable[[Any], None] | None:
+        """Called with what the model gives to its head, once that has been enqueued."""
         ...
 
     def attend(
@@ -49,6 +54,7 @@ class PagedStep:
     plan: torch.Tensor
     on_layer: Callable[[int], None] | None = None
     meta: StepMeta | None = None
+    on_body: Callable[[Any], None] | None = None
 
     @classmethod
     def over(
@@ -58,9 +64,10 @@ class PagedStep:
         plan: torch.Tensor,
         on_layer: Callable[[int], None] | None = None,
         meta: StepMeta | None = None,
+        on_body: Callable[[Any], None] | None = None,
     ) -> "PagedStep":
         """A step over the pages of `cache`."""
-        return cls(list(cache.tensors.values()), cache.format.name, data, plan, on_layer, meta)
+        return cls(list(cache.tensors.values()), cache.format.name, data, plan, on_layer, meta, on_body)
 
     def attend(
         self,

@@ -20,7 +20,7 @@ from kvrail.engine.model.fingerprint import fingerprint_dummy, fingerprint_model
 from kvrail.engine.model.header import shown
 from kvrail.engine.model.loading import logged_loading
 from kvrail.engine.model.onednn_linear import can_use_onednn, use_onednn
-from kvrail.engine.model.probe import forward, inspect, verify
+from kvrail.engine.model.probe import forward, head, inspect, verify
 from kvrail.engine.model.support import context_limit, refuse_unsupported
 from kvrail.engine.model.weights import LoadedWeights, Progress, WeightReader, plain_files
 from kvrail.errors import ConfigError, UnsupportedModelError, reason_of
@@ -60,9 +60,13 @@ class LoadedModel:
     projections: tuple[tuple[str, ...], ...]
     least_rows: int = CUDA_ROWS
 
-    def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """One packed forward pass: float32 logits [rows, vocab] on the device."""
-        return forward(self.model, inputs)
+    def logits(self, inputs: StepInputs, out: torch.Tensor | None = None) -> torch.Tensor:
+        """One packed forward pass: float32 logits [rows, vocab] on the device, in `out` if it is given."""
+        return forward(self.model, inputs, out)
+
+    def head(self, body: Any, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Logits of other rows of a pass: see `probe.head`."""
+        head(self.model, body, rows, out)
 
 
 @dataclass(frozen=True, slots=True)

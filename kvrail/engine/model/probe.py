@@ -1,5 +1,6 @@
 """Tries a freshly loaded model: which attention it calls, and whether paged attention gives what dense gives."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,6 +61,7 @@ class _Recorder:
 
     calls: list[_Call] = field(default_factory=list)
     on_layer: Callable[[int], None] | None = None
+    on_body: Callable[[Any], None] | None = None
 
     def attend(
         self,
@@ -80,7 +82,8 @@ class _Recorder:
 def inspect(model: Any, config: Any) -> Found:
     """Run a few tokens and look at the attention calls; bind modules to their layers.
 
-    Each attention module gets its layer's number in the page pool, each decoder layer a hook that reports to the step.
+    Each attention module gets its layer's number in the page pool. Each decoder layer, and what is before the model's
+    head, reports to the step.
 
     Raises UnsupportedModelError where attention bypasses the registry, layers differ in shape, a layer is called twice
     or not at all, or the configuration's sliding window does not reach attention.
@@ -109,6 +112,7 @@ def inspect(model: Any, config: Any) -> Found:
     layers = tuple(_decoder_layers(model, [c.module for c in calls]))
     for index, layer in enumerate(layers):
         layer.register_forward_hook(_reporter(index), with_kwargs=True)
+    _keep_body(model)
     kv_heads, key_dim, value_dim = shapes.pop()
     return Found(
         num_layers=expected,
@@ -154,13 +158,24 @@ def _difference(model: Any, layout: KVLayout, first: list[int], second: list[int
     return float(torch.linalg.vector_norm(paged - dense) / torch.linalg.vector_norm(dense))
 
 
-def forward(model: Any, inputs: StepInputs) -> torch.Tensor:
-    """One packed forward pass: float32 logits [rows, vocab] on the device."""
-    return _call(model, inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.step)[: inputs.num_rows]
+def forward(model: Any, inputs: StepInputs, out: torch.Tensor | None = None) -> torch.Tensor:
+    """One packed forward pass: float32 logits [rows, vocab] on the device, in `out` if it is given."""
+    return _call(model, inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.step, out)[: inputs.num_rows]
+
+
+def head(model: Any, body: Any, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Write float32 logits [rows, vocab] of the tokens `rows`, int64, to `out`. body: as a step's on_body got it."""
+    with torch.inference_mode():
+        out.copy_(model(use_cache=False, logits_to_keep=rows, kvrail_body=body).logits[0])
 
 
 def _call(
-    model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | int, step: AttentionStep
+    model: Any,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor | int,
+    step: AttentionStep,
+    result: torch.Tensor | None = None,
 ) -> torch.Tensor:
     with torch.inference_mode():
         out = model(
@@ -170,8 +185,8 @@ def _call(
             logits_to_keep=rows,
             kvrail_step=step,
         )
-        logits: torch.Tensor = out.logits[0].float()
-    return logits
+        logits: torch.Tensor = out.logits[0]
+        return logits.float() if result is None else result.copy_(logits)
 
 
 def _paged(model: Any, cache: PagedCache, slices: list[SequenceSlice]) -> torch.Tensor:
@@ -213,6 +228,27 @@ def _reporter(index: int) -> Callable[..., None]:
             step.on_layer(index)
 
     return report
+
+
+def _keep_body(model: Any) -> None:
+    """Let a step see what the model gives to its head, and let `head` give that to it again.
+
+    Where the model calls its base in another way, no step sees any.
+    """
+    base = model.base_model
+    compute = base.forward
+
+    @functools.wraps(compute)
+    def forward(*args: Any, kvrail_body: Any = None, **kwargs: Any) -> Any:
+        if kvrail_body is not None:
+            return kvrail_body
+        found, step = compute(*args, **kwargs), kwargs.get("kvrail_step")
+        if step is not None and step.on_body is not None:
+            step.on_body(found)
+        return found
+
+    if base is not model:
+        base.forward = forward
 
 
 def _decoder_layers(model: torch.nn.Module, attentions: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -7,6 +7,7 @@ store nothing and attend to nothing.
 There are two kinds. Steps in which each sequence has one new token are two graphs each, draws included; an event
 between the two shows the host that the step nears its end. All other steps are captured by their number of tokens, for
 any mix of chunks and decodes, as one graph for each group of layers: behind each graph, the group's pages are reported.
+The head, with which such a step ends, is captured for several numbers of rows: a prompt needs one.
 
 Beside transfers the cost of a launch is the interpreter's lock, which each call into torch releases and takes again. So
 everything that can be captured is.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -41,20 +43,27 @@ GROUPS = 12
 STEPS = 3
 """Steps that may be on the device at once, and one more."""
 VERIFIED_ROWS = 64
-"""Rows of logits beyond one a sequence, as many as one sequence's drafts. The head reads its weights in about the time
-in which it computes two hundred rows, so unused rows cost little."""
+"""Rows of logits beyond one a sequence, as many as one sequence's drafts."""
+HEADS = (32, 64, 128)
+"""Rows for which the head is captured, beside the most that a step may have. 320 rows of Qwen3-8B's take 0.36 ms more
+than 32 (H200)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
     """One size.
 
-    graphs: in order, each with the last layer that it completes, or None. logits: float32, their result.
+    graphs: in order, each with the last layer that it completes, or None. heads: one of them follows; by the rows of
+    logits that each computes, the fewest first.
     """
 
     buffer: StepBuffer
     graphs: list[tuple[torch.cuda.CUDAGraph, int | None]]
-    logits: torch.Tensor
+    heads: dict[int, torch.cuda.CUDAGraph]
+
+    def head(self, rows: int) -> torch.cuda.CUDAGraph:
+        """What computes the logits of that many rows, and draws."""
+        return next(graph for most, graph in self.heads.items() if rows <= most)
 
 
 class StepGraphs:
@@ -66,8 +75,6 @@ class StepGraphs:
     def __init__(
         self, loaded: LoadedModel, cache: PagedCache, max_running: int, max_tokens: int, min_rows: int = 0
     ) -> None:
-        from kvrail.engine.attention.cuda import programs_at_once, queries_of_a_block  # needs triton
-
         self.extras = Extras()
         self._loaded = loaded
         self._cache = cache
@@ -78,36 +85,18 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._last_layer = len(loaded.layers) - 1
         self._near_end = max(0, round(self._last_layer * (1 - LEFT)))  # behind this layer, a step nears its end
-        layout, closed = cache.layout, cache.slots is not None
-        at_once = functools.partial(programs_at_once, cache.layer(0), loaded.dtype)
-        width, group = min(layout.pages_for(loaded.max_model_len), cache.num_pages), -(-len(loaded.layers) // GROUPS)
+        self._heads = [rows for rows in HEADS if rows >= min_rows]
+        rows = max(max_running + VERIFIED_ROWS, min_rows)
+        self._logits = torch.empty(rows, loaded.vocab_size, device=loaded.device)
+        group = -(-len(loaded.layers) // GROUPS)
+        cuts = {*range(group - 1, self._last_layer, group), self._last_layer}
         begin, free = perf_counter(), torch.cuda.mem_get_info(loaded.device)[0]
         gc.collect()
         torch.cuda.empty_cache()
+        mixed, decodes = self._sizes(max_running, max(max_tokens, min_rows), min_rows)
         # The largest first: the others fit into its memory.
-        self._mixed = [
-            self._capture(
-                mixed_size(
-                    tokens,
-                    max_running,
-                    width,
-                    layout.num_kv_heads,
-                    max_running + VERIFIED_ROWS,
-                    queries_of_a_block(layout, loaded.dtype, tokens),
-                    closed=closed,
-                    programs=at_once(min(tokens, max_running)),
-                ),
-                {*range(group - 1, self._last_layer, group), self._last_layer},
-            )
-            for tokens in reversed(token_sizes(max(max_tokens, min_rows)))
-        ][::-1]
-        self._decodes = [
-            self._capture(
-                decode_size(rows, width, layout.num_kv_heads, min_rows, closed=closed, programs=at_once(rows)),
-                {self._near_end},
-            )
-            for rows in reversed(batch_sizes(max_running))
-        ][::-1]
+        self._mixed = [self._capture(size, cuts) for size in reversed(mixed)][::-1]
+        self._decodes = [self._capture(size, {self._near_end}) for size in reversed(decodes)][::-1]
         taken = free - torch.cuda.mem_get_info(loaded.device)[0]
         logger.info(
             "captured decode steps of up to %d sequences (%d sizes) and other steps of up to %d tokens (%d sizes, %d"
@@ -119,7 +108,7 @@ class StepGraphs:
             len(self._mixed[0].graphs),
             perf_counter() - begin,
             taken / (1 << 20),
-            self._mixed[-1].logits.shape[0],
+            max(self._mixed[-1].heads),
         )
 
     def run(
@@ -148,15 +137,35 @@ class StepGraphs:
         for graph, layer in step.graphs:
             graph.replay()
             if layer is None:
-                break
+                continue
             if near_end is None and layer >= self._near_end:
                 near_end = next(self._near_ends)
                 near_end.record()
             if on_layer is not None:
                 on_layer(layer)
+        step.head(len(packed.logit_rows)).replay()
         drawn = self._draws[: len(draws)] if draws and step.buffer.size.draws else None
         self.extras = Extras(drawn, near_end)
-        return step.logits[: len(packed.logit_rows)]
+        return self._logits[: len(packed.logit_rows)]
+
+    def _sizes(self, max_running: int, max_tokens: int, min_rows: int) -> tuple[list[StepSize], list[StepSize]]:
+        """Sizes of other steps, and of decode steps, the smallest first."""
+        from kvrail.engine.attention.cuda import programs_at_once, queries_of_a_block  # needs triton
+
+        cache, dtype = self._cache, self._loaded.dtype
+        layout, closed = cache.layout, cache.slots is not None
+        width, kv_heads = min(layout.pages_for(self._loaded.max_model_len), cache.num_pages), layout.num_kv_heads
+        at_once = functools.partial(programs_at_once, cache.layer(0), dtype)
+
+        def mixed(tokens: int) -> StepSize:
+            queries, programs = queries_of_a_block(layout, dtype, tokens), at_once(min(tokens, max_running))
+            rows = max_running + VERIFIED_ROWS
+            return mixed_size(tokens, max_running, width, kv_heads, rows, queries, closed=closed, programs=programs)
+
+        def decodes(rows: int) -> StepSize:
+            return decode_size(rows, width, kv_heads, min_rows, closed=closed, programs=at_once(rows))
+
+        return [*map(mixed, token_sizes(max_tokens))], [*map(decodes, batch_sizes(max_running))]
 
     def _size_for(self, packed: PackedStep, grouped: bool) -> _Captured | None:
         """The smallest size that holds a step; grouped: it reports its layers."""
@@ -172,35 +181,62 @@ class StepGraphs:
     def _capture(self, size: StepSize, cuts: set[int]) -> _Captured:
         """Run a step of padding, so that everything is compiled and allocated, then capture it.
 
-        cuts: layers behind which one graph ends and the next begins; the last graph has the work behind the layers.
+        cuts: layers behind which one graph ends and the next begins; another one ends before the head.
         """
         buffer = StepBuffer(size, self._loaded.device)
         recorder = _Recorder(self._pool, self._stream)
+        bodies: list[Any] = []
         try:
             for _ in range(2):
-                self._compute(buffer, None)
+                self._compute(buffer, None, bodies.append)
+            fewer = [rows for rows in self._heads if rows < size.logit_rows] if bodies else []
+            for rows in fewer:
+                self._compute_head(buffer, bodies[-1], rows)
+            bodies.clear()
             torch.cuda.synchronize(self._loaded.device)
+
+            def on_body(body: Any) -> None:
+                if fewer:
+                    bodies.append(body)
+                    recorder.cut(None)
+
             with recorder.recording():
-                logits = self._compute(buffer, lambda layer: recorder.cut(layer) if layer in cuts else None)
+                self._compute(buffer, lambda layer: recorder.cut(layer) if layer in cuts else None, on_body)
+            *graphs, (head, _) = recorder.graphs
+            heads = {}
+            for rows in fewer:
+                with recorder.recording():
+                    self._compute_head(buffer, bodies[0], rows)
+                heads[rows], _ = recorder.graphs[-1]
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise ConfigError(f"steps cannot be captured ({error}); set eager") from error
-        return _Captured(buffer, recorder.graphs, logits)
+        return _Captured(buffer, graphs, heads | {size.logit_rows or size.extents.tokens: head})
 
-    def _compute(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+    def _compute(
+        self,
+        buffer: StepBuffer,
+        on_layer: Callable[[int], None] | None,
+        on_body: Callable[[Any], None] | None = None,
+    ) -> None:
         """The captured part of a step: tokens that the step before drew, the model, draws."""
         from kvrail.engine.sampling.sampling_kernels import launch_draw  # needs triton
 
         take_fed(buffer.there.token_ids, self._draws, buffer.there.fed_rows)
-        logits = self._loaded.logits(self._inputs(buffer, on_layer))
+        inputs = self._inputs(buffer, on_layer, on_body)
+        logits = self._loaded.logits(inputs, self._logits[: inputs.num_rows])
         if draws := buffer.size.draws:
             launch_draw(logits[:draws], buffer.there.draws, self._draws[:draws])
-        return logits
 
-    def _inputs(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> StepInputs:
+    def _compute_head(self, buffer: StepBuffer, body: Any, rows: int) -> None:
+        self._loaded.head(body, buffer.there.logit_rows[:rows], self._logits[:rows])
+
+    def _inputs(
+        self, buffer: StepBuffer, on_layer: Callable[[int], None] | None, on_body: Callable[[Any], None] | None
+    ) -> StepInputs:
         cache, there, size = self._cache, buffer.there, buffer.size
-        step = PagedStep.over(cache, there.data, size.extents.plan(), on_layer)
+        step = PagedStep.over(cache, there.data, size.extents.plan(), on_layer, on_body=on_body)
         rows = there.logit_rows if size.logit_rows else 0
         return StepInputs(there.token_ids, there.positions, rows, size.logit_rows or size.extents.tokens, step)
 
@@ -232,8 +268,8 @@ class _Recorder:
                 raise
             self._end(None)
 
-    def cut(self, layer: int) -> None:
-        """End one graph, behind `layer`, and begin the next."""
+    def cut(self, layer: int | None) -> None:
+        """End one graph, behind `layer` if it is not None, and begin the next."""
         self._end(layer)
         self._begin()
 

@@ -116,6 +116,13 @@ def _store_token(
 
 
 @triton.jit
+def _store_zeros(out, row, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Zeros in a row of `out` that has SIZE elements. PADDED: a power of two, at least SIZE."""
+    at = tl.arange(0, PADDED)
+    tl.store(out + row * SIZE + at, tl.zeros([PADDED], out.dtype.element_ty), at < SIZE)
+
+
+@triton.jit
 def _join_if_last(
     counter,
     left,
@@ -216,13 +223,15 @@ def _decode_kernel(
     if row < 0:
         return
     kv_len = tl.load(kv_lens + row)
+    if kv_len == 0:
+        _store_zeros(out, row * KV_HEADS + kv_head, GROUP * VALUE_DIM, GROUP_PADDED * VALUE_DIM_PADDED)
+        return
     first = tl.maximum(kv_len - WINDOW, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
     begin, end = share_of(first, kv_len, number, programs, 2 * BLOCK)
     if (begin >= end) & (number > 0):
         return
-    alone, folds = end - begin == kv_len - first, number == 0
-    table = page_tables + row * table_stride
-    if (end == kv_len) & (kv_len > 0):  # the new token is in this program's share
+    table, alone, folds = page_tables + row * table_stride, end - begin == kv_len - first, number == 0
+    if end == kv_len:  # the new token is in this program's share
         _store_token(
             key + kv_head * key_stride_head, value + kv_head * value_stride_head, keys, values, key_scales,
             value_scales, table, kv_len - 1, kv_head, row, key_stride_row, value_stride_row,
@@ -239,17 +248,15 @@ def _decode_kernel(
     channels = dealt_numbers(VALUE_DIM_PADDED, BOTH_TILES > 0 and not KEYS)
     before = none_before(GROUP_PADDED, VALUE_DIM_PADDED, sums_of(KEYS), KEYS)
     q, scale, part = begun(q, keys, scale, KEY_DIM, VALUE_DIM, VALUE_DIM_PADDED, SEVERED, KEYS)
-    closed = begin
+    closed = tl.maximum(begin, tl.minimum(LEAD, end)) if LEAD > 0 else begin
     if LEAD > 0:
-        closed = tl.maximum(begin, tl.minimum(LEAD, end))
         before, part = add_open_blocks(
             q, pools, table, kv_head, begin, closed, end, position, kv_len, scale, softcap, parts, folds, live, before,
             part, channels, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, LIMIT > 0,
             SEVERED, open_stages_of(CODE_BITS), KEYS,
         )  # fmt: skip
-    opened = closed
+    opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + row), end)) if BOTH_TILES else closed
     if BOTH_TILES:
-        opened = tl.maximum(closed, tl.minimum(tl.load(closed_tokens + row), end))
         before, part = add_closed_blocks(
             q, closed_pool, table, kv_head, closed, opened, end, position, kv_len, scale, softcap, parts, folds, live,
             before, part, channels, KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE,

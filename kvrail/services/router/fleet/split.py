@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 MIXED = 0.7
 """Part of a prompt's time that sequences beside it wait for: a step reads the weights once for both."""
-SPARE, STAYS_SPARE = 0.2, 0.05
+SPARE, STAYS_SPARE = 0.15, -0.05
 """Part of their time that workers for prompts have to spare for prompts to be split off, so that these wait little
 however they come, and to stay so while they wait little."""
 MOST_SPARE = 0.3

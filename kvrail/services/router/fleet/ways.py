@@ -201,10 +201,12 @@ class Snapshot:
         ready = able(self.prefill)
         if not ready or math.isinf(most_s):
             return most_s
+        deciding = {each.target for each in self.decode}
+        both = sum(each.target in deciding for each in ready)
+        computing = len(ready) if self._split is None else len(ready) - both + min(self._split, both)
         loads = {each.target: each.load for each in (*self.decode, *ready)}.values()
         given = max(sum(load.tokens_per_s for load in loads), sum(load.recent_per_s for load in loads))
-        busy = given * fmean(_token_s(ready)) > BUSY * len(ready)
-        return BUSY_WAIT * most_s if busy else most_s
+        return BUSY_WAIT * most_s if given * fmean(_token_s(ready)) > BUSY * computing else most_s
 
     def _rated(
         self, ready: Sequence[Candidate], both: AbstractSet[str], busy: Mapping[str, float | None]
