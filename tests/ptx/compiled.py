@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import itertools
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.ptx.emulator import Program, run
+from tests.ptx.emulator import Program, run, run_by_turns
 from tests.ptx.memory import Region
 
 ROOT = Path(__file__).parents[2]
@@ -79,11 +80,13 @@ def compiling() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def emulated(edit: Edit = lambda ptx: ptx, rounds: int = 0, **options: int) -> Iterator[None]:
+def emulated(
+    edit: Edit = lambda ptx: ptx, rounds: int = 0, by_turns: tuple[random.Random, int] | None = None, **options: int
+) -> Iterator[None]:
     """Launches are compiled and run here, block after block.
 
-    edit: changes what was compiled; rounds: see Program; options: of launches. A launch raises Fault where a block
-    does. In a process without Triton's interpreter.
+    edit: changes what was compiled; rounds: see Program; by_turns: see `run_by_turns`; options: of launches. A launch
+    raises Fault where a block does. In a process without Triton's interpreter.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -98,6 +101,9 @@ def emulated(edit: Edit = lambda ptx: ptx, rounds: int = 0, **options: int) -> I
         regions = list({region.start: region for region in map(region_of, given) if region}.values())
         numbers = [_number(each) for each in given]
         sizes = (*(grid(bound) if callable(grid) else grid), 1, 1)[:3]
+        if by_turns is not None:
+            run_by_turns(program, numbers, regions, sizes, *by_turns)
+            return
         for place in itertools.product(*map(range, sizes)):
             run(program, numbers, regions, place, sizes)
 

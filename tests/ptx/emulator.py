@@ -1,4 +1,4 @@
-"""PTX as Triton compiles it, run on a CPU: one block at a time, all of its threads in lockstep.
+"""PTX as Triton compiles it, run on a CPU: all threads of a block in lockstep, blocks by turns or one after another.
 
 What lockstep would hide raises Fault: accesses of two warps that no barrier orders (`memory`), a branch that some
 threads of a warp take and others do not. Threads of one warp are taken to run together. Warps that alone take a branch
@@ -6,8 +6,10 @@ forward wait where it leads to.
 """
 
 import functools
+import itertools
+import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +21,10 @@ from tests.ptx.memory import Indices, Mask, Region
 WARP = 32
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
 """In registers of threads that have written none."""
-ACCESSED = {"param", "global", "shared", "shared::cta", "v2", "v4"}
+ENDED = object()
+PATIENCE = 2000
+"""Steps of each block, until one has ended."""
+ACCESSED = {"cg", "gpu", "acquire", "param", "global", "shared", "shared::cta", "v2", "v4"}
 """Flags of loads and stores."""
 
 
@@ -94,7 +99,9 @@ class Block:
     ) -> None:
         self.program = program
         self.arguments = dict(zip(program.params, [*arguments, 0, 0], strict=True))  # Triton adds two of its own
-        self.regions = regions
+        self.regions = [
+            replace(region, marks={}, touched=[]) for region in regions
+        ]  # races are looked for within a block
         shared = max(program.shared, 1)
         self.shared = Region(0, np.zeros(shared, np.uint8), np.zeros(shared, bool))
         self.threads = np.arange(program.threads)
@@ -104,7 +111,7 @@ class Block:
         for axis, number, size in zip("xyz", place, sizes, strict=True):
             self.registers[f"%ctaid.{axis}"], self.registers[f"%nctaid.{axis}"] = self.filled(number), self.filled(size)
         self.ahead: dict[int, Mask] = {}  # threads that wait, by where
-        for region in (*regions, self.shared):
+        for region in (*self.regions, self.shared):
             region.begin(program.threads // WARP)
 
     def filled(self, number: int) -> Values:
@@ -152,8 +159,8 @@ class Block:
             raise Fault(f"outside of every tensor: {it.text}")
         return inside[0], at - inside[0].start
 
-    def run(self) -> None:
-        """Until the threads return. Raises Fault."""
+    def steps(self) -> Iterator[None]:
+        """Until the threads return; a step ends where other blocks may have seen it. Raises Fault."""
         at: int | None = 0
         while at is not None:
             self.ahead.pop(at, None)
@@ -166,6 +173,8 @@ class Block:
                 self.put(it.operands[0], instructions.compute(it, inputs), self.active(it))
             else:
                 EFFECTS[it.name](self, it, self.active(it))
+                if it.name in ("atom", "red") or "acquire" in it.flags:
+                    yield
 
     def branch(self, it: Instruction, behind: int) -> int | None:
         """Where threads go on, None: nowhere. behind: the next instruction. Raises Fault where one warp's part."""
@@ -186,7 +195,32 @@ def run(
     program: Program, arguments: Sequence[int], regions: list[Region], place: Sequence[int], sizes: Sequence[int]
 ) -> None:
     """One block of a launch. arguments: numbers and addresses in `regions`; place, sizes: see Block."""
-    Block(program, arguments, regions, place, sizes).run()
+    for _ in Block(program, arguments, regions, place, sizes).steps():
+        pass
+
+
+def run_by_turns(
+    program: Program,
+    arguments: Sequence[int],
+    regions: list[Region],
+    sizes: Sequence[int],
+    draws: random.Random,
+    most: int,
+) -> None:
+    """All blocks of a launch, begun in any order, at most so many at once. Raises Fault where they wait for ever."""
+    places = list(itertools.product(*map(range, sizes)))
+    draws.shuffle(places)
+    running: list[Iterator[None]] = []
+    steps = 0
+    while places or running:
+        while places and len(running) < most:
+            running.append(Block(program, arguments, regions, places.pop(), sizes).steps())
+        block, steps = draws.choice(running), steps + 1
+        if next(block, ENDED) is ENDED:
+            running.remove(block)
+            steps = 0
+        if steps > PATIENCE * most:
+            raise Fault(f"{len(running)} blocks wait, {len(places)} have not begun")
 
 
 def _parts(operand: str) -> list[str]:
@@ -253,7 +287,7 @@ def _copy(block: Block, it: Instruction, active: Mask) -> None:
 def _atomic(block: Block, it: Instruction, active: Mask) -> None:
     """One thread after another. `red` is one whose former value nobody wants."""
     combine = {"or": np.bitwise_or, "add": np.add}.get(it.flags[-1])
-    if combine is None or {"relaxed", "acq_rel"}.isdisjoint(it.flags):
+    if combine is None or {"relaxed", "acquire", "acq_rel"}.isdisjoint(it.flags):
         raise it.unknown()
     if not active.any():
         return

@@ -64,6 +64,8 @@ def signed(values: Values, bits: int) -> npt.NDArray[np.int64]:
 
 def numbers(it: Instruction, values: Values) -> npt.NDArray[Any]:
     """The numbers that an instruction takes `values` for; float64 for bfloat16."""
+    if it.kind == "f64":
+        return values.view(np.float64)
     if it.kind == "f32":
         return values.astype(np.uint32).view(np.float32)
     if it.kind == "bf16":
@@ -73,6 +75,8 @@ def numbers(it: Instruction, values: Values) -> npt.NDArray[Any]:
 
 def bits_of(it: Instruction, found: npt.NDArray[Any]) -> Values:
     """The reverse; float64 is rounded to bfloat16, ties to even."""
+    if it.kind == "f64":
+        return found.astype(np.float64).view(np.uint64)
     if it.kind == "f32":
         return found.astype(np.float32).view(np.uint32).astype(np.uint64)
     if it.kind == "bf16":
@@ -128,9 +132,9 @@ def _arithmetic(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
     return bits_of(it, ARITHMETIC[it.name](numbers(it, a), numbers(it, b)))
 
 
-@computes("mul mad fma", "rn lo wide hi")
+@computes("mul mad fma", "rn ftz lo wide hi")
 def _multiply(it: Instruction, a: Values, b: Values, c: Values | None = None) -> npt.NDArray[Any]:
-    named = {"f32": ("mul", "fma"), "bf16": ("mul", "fma")}.get(it.kind, ("mul", "mad"))
+    named = {"f64": ("mul",), "f32": ("mul", "fma"), "bf16": ("mul", "fma")}.get(it.kind, ("mul", "mad"))
     if it.name not in named or ("hi" in it.flags and it.bits > 32):
         raise it.unknown()
     product: npt.NDArray[Any] = numbers(it, a) * numbers(it, b)
@@ -138,7 +142,7 @@ def _multiply(it: Instruction, a: Values, b: Values, c: Values | None = None) ->
         return bits_of(it, product if c is None else product + numbers(it, c))
     if it.kind == "f32" and c is not None:
         return bits_of(it, numbers(it, a).astype(np.float64) * numbers(it, b) + numbers(it, c))
-    if it.kind == "f32":
+    if it.kind in ("f32", "f64"):
         return bits_of(it, product)
     if "hi" in it.flags:
         product = product >> product.dtype.type(it.bits)
@@ -195,6 +199,11 @@ def _of_three(it: Instruction, a: Values, b: Values, c: Values, table: Values) -
     return found
 
 
+@computes("popc")
+def _count(it: Instruction, a: Values) -> npt.NDArray[Any]:
+    return np.array([int(each).bit_count() for each in unsigned(a, it.bits)], np.uint64)
+
+
 @computes("not")
 def _not(it: Instruction, a: Values) -> npt.NDArray[Any]:
     return unsigned(~a, it.bits)
@@ -242,10 +251,17 @@ COMPARED = {"eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater
 """NaN is none of these."""
 
 
-@computes("setp", "eq ne neu lt le gt ge")
+OF_FLOATS = {
+    "ne": lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b),
+    "geu": lambda a, b: ~np.less(a, b),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+}
+
+
+@computes("setp", "eq ne neu lt le gt ge geu nan")
 def _compare(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
     (name,) = it.flags
-    differ = {"neu": np.not_equal} if it.kind == "f32" else {"ne": np.not_equal}
+    differ = {"neu": np.not_equal, **OF_FLOATS} if it.kind == "f32" else {"ne": np.not_equal}
     if name not in COMPARED | differ:
         raise it.unknown()
     return np.asarray((COMPARED | differ)[name](numbers(it, a), numbers(it, b)))
@@ -259,7 +275,19 @@ def _select(it: Instruction, a: Values, b: Values, which: Values) -> npt.NDArray
 NARROW = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
 
 
-@computes("cvt", "s8 u8 s16 u16 s32 u32 s64 u64 rn rzi satfinite f16 f32 bf16 bf16x2 e4m3x2 e5m2x2")
+def _whole(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.trunc(numbers).astype(np.int64)
+
+
+EXACT: dict[tuple[str, ...], Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
+    **{("rzi", into, kind): _whole for into in ("s32", "s64") for kind in ("f32", "f64")},
+    ("rpi", "f64", "f64"): np.ceil,
+    ("f64", "f32"): np.float64,
+    ("rn", "f64", "s64"): np.float64,
+}
+
+
+@computes("cvt", "s8 u8 s16 u16 s32 u32 s64 u64 rn rzi rpi satfinite f16 f32 f64 bf16 bf16x2 e4m3x2 e5m2x2")
 def _convert(it: Instruction, a: Values, b: Values | None = None) -> npt.NDArray[Any]:
     """Two float32 become two numbers of 16 or 8 bits, the first one the upper half."""
     *rounding, into = it.flags
@@ -275,8 +303,8 @@ def _convert(it: Instruction, a: Values, b: Values | None = None) -> npt.NDArray
     if (rounding, into, it.kind) == (["rn"], "bf16x2", "f32") and b is not None:
         upper, lower = (bits_of(half, numbers(it, each).astype(np.float64)) for each in (a, b))
         return upper << np.uint64(16) | lower
-    if (rounding, into, it.kind) == (["rzi"], "s32", "f32"):
-        return np.trunc(numbers(it, a)).astype(np.int64).astype(np.uint64)
+    if (exact := EXACT.get((*it.flags, it.kind))) is not None:
+        return exact(numbers(it, a)).view(np.uint64)
     if rounding == ["rn"] and into in ("f16", "f32") and it.kind[0] in "su":
         found = numbers(it, a).astype(np.float16 if into == "f16" else np.float32)
         return found.view(np.uint16 if into == "f16" else np.uint32).astype(np.uint64)

@@ -1,0 +1,41 @@
+"""The draw as compiled for an H100, on a CPU, with several programs a row, begun and continued in any order."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.ptx.compiled import emulated, in_a_child
+
+
+def draw(seed: int, most: int) -> None:
+    """In a process that compiles. most: programs at once."""
+    import torch
+
+    from kvrail.engine.sampling.draw import DrawParams, draw_on_cpu
+    from kvrail.engine.sampling.sampling_kernels import begin_draw
+    from tests.engine.test_sampler import random_logits, row
+
+    draws = random.Random(seed)
+    kinds = [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 7, "temperature": 0.8},
+        {"top_p": 0.9},
+        {"top_k": 40, "top_p": 0.8, "min_p": 0.02, "temperature": 2.0},
+        {"top_k": 3, "top_p": 0.5},
+    ]
+    params = [DrawParams.of(row(i, seed, **kind)) for i, kind in enumerate(kinds)]
+    logits = random_logits(len(kinds), 700, seed)
+    logits[5] = logits[5].round()  # equal ones
+    logits[4, 600], broken = torch.inf, logits.clone()
+    broken[4, 600] = torch.nan
+    with emulated(by_turns=(draws, most)):
+        for given in (logits, broken):
+            assert begin_draw(given, params, 256).tolist() == draw_on_cpu(given, params)
+
+
+@pytest.mark.parametrize("most", [3, 100])
+def test_programs_of_a_row_agree(most: int, cache: Path) -> None:
+    """Also where no more run at once than share a row."""
+    in_a_child(draw, most, most, cache=cache)
