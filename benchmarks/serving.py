@@ -36,7 +36,7 @@ from kvrail.errors import ConfigError
 from kvrail.runtime import loops
 from kvrail.tools.bench.answers import Answer, read
 from kvrail.tools.bench.client import Client
-from kvrail.tools.bench.load import Load, Range, completion, requests_of
+from kvrail.tools.bench.load import SAMPLING, Load, Range, completion, requests_of
 from kvrail.tools.bench.report import figures
 from kvrail.tools.bench.run import measure
 
@@ -75,9 +75,19 @@ COLUMNS = {
 }
 
 
-async def ask(client: Client, model: str, prompt: Sequence[int], max_tokens: int, *, greedy: bool = True) -> Answer:
+def samplings(text: str) -> list[str]:
+    """Keys of SAMPLING, with commas."""
+    found = text.split(",")
+    if unknown := set(found) - SAMPLING.keys():
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: choose of {', '.join(SAMPLING)}")
+    return found
+
+
+async def ask(
+    client: Client, model: str, prompt: Sequence[int], max_tokens: int, *, sampling: str = "greedy"
+) -> Answer:
     """One completion. Raises RuntimeError where it fails."""
-    request = completion(model, prompt, max_tokens, seed=1, greedy=greedy)
+    request = completion(model, prompt, max_tokens, seed=1, sampling=sampling)
     found = read(await client.ask(request.body), max_tokens)
     if not isinstance(found, Answer):
         raise RuntimeError(f"{found.kind}: {found.message}")
@@ -85,10 +95,10 @@ async def ask(client: Client, model: str, prompt: Sequence[int], max_tokens: int
 
 
 async def check(client: Client, model: str, load: Load) -> None:
-    """The gate: the same request twice has the same output, greedy or not; it also warms up every worker."""
+    """The gate: the same request twice has the same output, however it is sampled; it also warms up every worker."""
     prompt = json.loads(next(requests_of(load, model)).body)["prompt"]
-    for greedy in (True, False):
-        first, second = [(await ask(client, model, prompt, 16, greedy=greedy)).text for _ in range(2)]
+    for sampling in SAMPLING:
+        first, second = [(await ask(client, model, prompt, 16, sampling=sampling)).text for _ in range(2)]
         if first != second:
             raise SystemExit(f"the same request gave {first!r} and {second!r}")
     client.close()
@@ -141,11 +151,10 @@ def loads(args: argparse.Namespace, vocab: int) -> Iterator[Load]:
         chosen = [load_of(args, rate=rate(each), requests=args.requests or 240) for each in args.rate.split(",")]
     else:
         chosen = [_closed(args, each) for each in args.streams.split(",")]
-    kinds = args.sampling.split(",")
     for number, load in enumerate(chosen):
-        for place, kind in enumerate(kinds):
-            own = {"seed": load.seed + 1_000_000 * (1 + number * len(kinds) + place)}
-            yield replace(load, vocab=vocab, greedy=kind == "greedy", **own)
+        for place, kind in enumerate(args.sampling):
+            own = {"seed": load.seed + 1_000_000 * (1 + number * len(args.sampling) + place)}
+            yield replace(load, vocab=vocab, sampling=kind, **own)
 
 
 def _closed(args: argparse.Namespace, row: str) -> Load:
@@ -202,7 +211,9 @@ def parse() -> argparse.Namespace:
         type=count,
         help="with --rate: requests of each row (default 240); with --trace: the first N of it (default all)",
     )
-    parser.add_argument("--sampling", choices=("sampled,greedy", "sampled", "greedy"), default="sampled,greedy")
+    parser.add_argument(
+        "--sampling", type=samplings, default="sampled,greedy", help=f"with commas, of {', '.join(SAMPLING)}"
+    )
     parser.add_argument("--log-lines", type=int, default=5, help="lines of the cluster's log to show at the end")
     parser.add_argument("--out", type=Path, help="folder for the results")
     add_load(parser, vocab=8000)

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvrail.cli.flags import Commands, add_command, add_server, api_key
 from kvrail.errors import ConfigError
 from kvrail.tools.bench.client import Client
-from kvrail.tools.bench.load import Load, Range, load_of_trace
+from kvrail.tools.bench.load import SAMPLING, Load, Range, load_of_trace
 from kvrail.tools.bench.report import LIMITED, figures, table
 from kvrail.tools.bench.run import measure
 from kvrail.tools.bench.trace import Trace
@@ -49,7 +49,12 @@ def add_commands(commands: Commands) -> None:
             help="how many to send (default 100), with --trace: the first N of it (default all)",
         )
         add_load(parser)
-        parser.add_argument("--greedy", action="store_true", help="temperature 0 (default: 1, a seed for each request)")
+        parser.add_argument(
+            "--sampling",
+            choices=SAMPLING,
+            default="sampled",
+            help="sampled: temperature 1; filtered: 0.6 with top_k 20, top_p 0.95; greedy: 0 (default %(default)s)",
+        )
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
 
 
@@ -164,7 +169,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         streams = 0 if arguments.rate else arguments.streams or 8
         arrivals = {"requests": arguments.requests or 100, "streams": streams, "rate": arguments.rate or 0.0}
-    load = load_of(arguments, **arrivals, greedy=arguments.greedy)
+    load = load_of(arguments, **arrivals, sampling=arguments.sampling)
     if arguments.json:
         _write(arguments.json, "", "a")  # a file that cannot be written fails now, not after the load
     key = api_key(arguments)

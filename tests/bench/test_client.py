@@ -29,7 +29,7 @@ def server():
 
 def ask(client, tokens=2, times=1):
     """What came of each of some requests, one after the other."""
-    request = completion("tiny", [1, 2], tokens, seed=7, greedy=False)
+    request = completion("tiny", [1, 2], tokens, seed=7, sampling="sampled")
 
     async def asking():
         found = [read(await client.ask(request.body), tokens) for _ in range(times)]

@@ -74,7 +74,8 @@ def test_requests_are_sampled_with_seeds_of_their_own_or_greedy():
     _, bodies = made(LOAD)
     assert len({body["seed"] for body in bodies}) == len(bodies)
     assert {body["temperature"] for body in bodies} == {1}
-    assert {body["temperature"] for body in made(replace(LOAD, greedy=True))[1]} == {0}
+    assert {body["temperature"] for body in made(replace(LOAD, sampling="greedy"))[1]} == {0}
+    assert {(body["top_k"], body["top_p"]) for body in made(replace(LOAD, sampling="filtered"))[1]} == {(20, 0.95)}
     for name, value in {"model": "tiny", "ignore_eos": True, "stream": True}.items():
         assert all(body[name] == value for body in bodies)
     assert bodies[0]["stream_options"] == {"include_usage": True}
@@ -82,5 +83,7 @@ def test_requests_are_sampled_with_seeds_of_their_own_or_greedy():
 
 def test_a_load_in_words():
     assert str(LOAD) == "5–14 in, 3–7 out, 16 requests/s, 2000 requests, sampled"
-    closed = replace(LOAD, rate=0.0, streams=8, prompt=Range(256, 256), prefixes=8, prefix_tokens=3072, greedy=True)
+    closed = replace(
+        LOAD, rate=0.0, streams=8, prompt=Range(256, 256), prefixes=8, prefix_tokens=3072, sampling="greedy"
+    )
     assert str(closed) == "8 prefixes of 3,072 + 256 in, 3–7 out, 8 streams, 2000 requests, greedy"

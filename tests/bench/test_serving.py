@@ -43,17 +43,17 @@ def test_the_loads_of_the_field(monkeypatch):
 
 def test_a_row_of_each_kind_for_each_load_with_prompts_of_its_own(monkeypatch):
     found = loads(monkeypatch, "--streams", "2,3x8", "--rounds", "5", "--prompt-tokens", "4:6")
-    assert [(load.streams, load.requests, load.prompt, load.greedy) for load in found] == [
-        (streams, 5 * streams, prompt, greedy)
+    assert [(load.streams, load.requests, load.prompt, load.sampling) for load in found] == [
+        (streams, 5 * streams, prompt, sampling)
         for streams, prompt in ((2, Range(4, 6)), (3, Range(8, 8)))
-        for greedy in (False, True)
+        for sampling in ("sampled", "greedy")
     ]
     bodies = [json.loads(request.body) for load in found for request in requests_of(load, "tiny")]
     assert len({body["seed"] for body in bodies}) == len(bodies)
     rates = loads(monkeypatch, "--rate", "2,4.5", "--requests", "7", "--sampling", "greedy")
-    assert [(load.rate, load.requests, load.streams, load.greedy) for load in rates] == [
-        (2.0, 7, 0, True),
-        (4.5, 7, 0, True),
+    assert [(load.rate, load.requests, load.streams, load.sampling) for load in rates] == [
+        (2.0, 7, 0, "greedy"),
+        (4.5, 7, 0, "greedy"),
     ]
 
 
@@ -79,7 +79,7 @@ def run(monkeypatch, server, *argv):
 def test_results_have_hardware_date_commit_and_command(monkeypatch, server, tmp_path):
     run(monkeypatch, server, "--out", str(tmp_path))
     told = json.loads((tmp_path / "serving.json").read_text())
-    assert [(row["settings"]["greedy"], row["completed"]) for row in told["rows"]] == [(False, 4), (True, 4)]
+    assert [(row["settings"]["sampling"], row["completed"]) for row in told["rows"]] == [("sampled", 4), ("greedy", 4)]
     assert told["date"] and told["commit"] and server.url in told["hardware"] and "--rounds 2" in told["command"]
     page = (tmp_path / "serving.md").read_text()
     assert (
@@ -90,7 +90,7 @@ def test_results_have_hardware_date_commit_and_command(monkeypatch, server, tmp_
 def test_a_row_with_failures_is_told_and_ends_with_status_1(monkeypatch, server, capsys):
     good = server.respond
     numbers = itertools.count()
-    server.respond = lambda body: refusal(500, "boom") if next(numbers) == 5 else good(body)
+    server.respond = lambda body: refusal(500, "boom") if next(numbers) == 7 else good(body)
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, server, "--sampling", "sampled")
     assert ended.value.code == 1

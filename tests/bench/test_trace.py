@@ -95,7 +95,7 @@ def test_the_longest_are_left_out_of_the_first(tmp_path):
 
 
 def test_a_load_of_a_trace_in_words_and_as_settings(tmp_path):
-    found = load(tmp_path, MOONCAKE, speed=0.5, greedy=True)
+    found = load(tmp_path, MOONCAKE, speed=0.5, sampling="greedy")
     assert str(found) == "700–1,536 in, 1–9 out, trace.jsonl at speed 0.5, 4 requests, greedy"
     found = load(tmp_path, MOONCAKE, longest=1205)
     left_out = "trace.jsonl (1 of more than 1,205 tokens left out)"

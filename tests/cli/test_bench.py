@@ -61,7 +61,7 @@ def test_two_runs_send_the_same_load(capsys, server):
         sent.append(sorted(map(json.dumps, server.asked)))
         server.asked.clear()
     assert sent[0] == sent[1]
-    assert bench(capsys, "--url", server.url, *SMALL, "--seed", "6", "--greedy", "--vocab", "9")[0] == 0
+    assert bench(capsys, "--url", server.url, *SMALL, "--seed", "6", "--sampling", "greedy", "--vocab", "9")[0] == 0
     assert {body["temperature"] for body in server.asked} == {0}
     assert max(max(body["prompt"]) for body in server.asked) < 9
 
@@ -192,7 +192,7 @@ async def test_a_router_of_ours_gets_a_trace(capsys, tmp_path, trace):
     write_tokenizer(tmp_path)
     lines = [{**line, "output_length": 2, "input_length": 3 + number} for number, line in enumerate(TRACE)]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    argv = ["--trace", str(trace), "--speed", "1000", "--vocab", "280", "--greedy"]
+    argv = ["--trace", str(trace), "--speed", "1000", "--vocab", "280", "--sampling", "greedy"]
     bench(capsys, "--help")  # its first imports would hold up the cluster, which is in this process
     async with run_cluster(load_tokenizer(str(tmp_path))) as cluster:
         status, out, err = await asyncio.to_thread(bench, capsys, "--url", cluster.url, *argv)

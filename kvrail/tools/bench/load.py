@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -21,6 +21,14 @@ class Range:
         return f"{self.least:,}" if self.least == self.most else f"{self.least:,}–{self.most:,}"
 
 
+SAMPLING: Mapping[str, Mapping[str, float]] = {
+    "sampled": {"temperature": 1},
+    "filtered": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "greedy": {"temperature": 0},
+}
+"""How requests ask for tokens to be drawn, each with a seed of its own. "filtered": as Qwen3's models recommend."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What to send.
@@ -28,8 +36,7 @@ class Load:
     streams: requests that are open at any time (closed loop); rate: requests a second that arrive as a Poisson process
     (open loop); trace: requests that arrive as they once did, `speed` times as fast. One of the three is given.
     prefixes, prefix_tokens: each prompt begins with one of this many shared prefixes, chosen at random. prompt: tokens
-    of a prompt after its prefix. vocab: token ids are below this. greedy: temperature 0; otherwise 1, with a seed for
-    each request.
+    of a prompt after its prefix. vocab: token ids are below this. sampling: a key of SAMPLING.
     """
 
     requests: int
@@ -41,7 +48,7 @@ class Load:
     prefix_tokens: int = 0
     vocab: int
     seed: int = 0
-    greedy: bool = False
+    sampling: str = "sampled"
     trace: Trace | None = None
     speed: float = 1.0
 
@@ -49,8 +56,7 @@ class Load:
         shared = f"{self.prefixes} prefixes of {self.prefix_tokens:,} + " if self.prefixes else ""
         arrivals = f"{self.rate:g} requests/s" if self.rate else f"{self.streams} streams"
         arrivals = f"{self.trace} at speed {self.speed:g}" if self.trace else arrivals
-        sampling = "greedy" if self.greedy else "sampled"
-        return f"{shared}{self.prompt} in, {self.output} out, {arrivals}, {self.requests} requests, {sampling}"
+        return f"{shared}{self.prompt} in, {self.output} out, {arrivals}, {self.requests} requests, {self.sampling}"
 
     def settings(self) -> dict[str, Any]:
         """All fields for a report; of a trace all but its requests."""
@@ -75,14 +81,14 @@ class Request:
 
 
 def completion(
-    model: str, prompt: Sequence[int], output_tokens: int, *, seed: int, greedy: bool, arrival: float = 0.0
+    model: str, prompt: Sequence[int], output_tokens: int, *, seed: int, sampling: str, arrival: float = 0.0
 ) -> Request:
-    """A streamed completion of exactly `output_tokens` tokens."""
+    """A streamed completion of exactly `output_tokens` tokens. sampling: a key of SAMPLING."""
     body = {
         "model": model,
         "prompt": prompt,
         "max_tokens": output_tokens,
-        "temperature": 0 if greedy else 1,
+        **SAMPLING[sampling],
         "seed": seed,
         "ignore_eos": True,
         "stream": True,
@@ -95,7 +101,7 @@ def requests_of(load: Load, model: str) -> Iterator[Request]:
     """The requests of a load, in order of arrival."""
     parts = _of_trace(load, load.trace) if load.trace else _drawn(load)
     for number, (arrival, prompt, output) in enumerate(parts):
-        yield completion(model, prompt, output, seed=load.seed + number, greedy=load.greedy, arrival=arrival)
+        yield completion(model, prompt, output, seed=load.seed + number, sampling=load.sampling, arrival=arrival)
 
 
 def _of_trace(load: Load, trace: Trace) -> Iterator[tuple[float, list[int], int]]:
