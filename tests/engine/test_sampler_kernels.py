@@ -30,7 +30,7 @@ PARAMS = st.fixed_dictionaries(
 
 def drawn_on_cuda(logits: torch.Tensor, params: list[DrawParams]) -> list[int]:
     """On a GPU several programs share a row; tests/ptx has them share one on a CPU."""
-    return begin_draw(logits, params, 256 if torch.cuda.is_available() else 1024).tolist()
+    return begin_draw(logits, params, 264 if torch.cuda.is_available() else 1).tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 500, 513])

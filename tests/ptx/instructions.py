@@ -254,11 +254,13 @@ COMPARED = {"eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater
 OF_FLOATS = {
     "ne": lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b),
     "geu": lambda a, b: ~np.less(a, b),
+    "leu": lambda a, b: ~np.greater(a, b),
+    "equ": lambda a, b: ~((a < b) | (a > b)),
     "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }
 
 
-@computes("setp", "eq ne neu lt le gt ge geu nan")
+@computes("setp", "eq ne neu lt le gt ge equ geu leu nan")
 def _compare(it: Instruction, a: Values, b: Values) -> npt.NDArray[Any]:
     (name,) = it.flags
     differ = {"neu": np.not_equal, **OF_FLOATS} if it.kind == "f32" else {"ne": np.not_equal}

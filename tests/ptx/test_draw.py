@@ -12,11 +12,12 @@ def draw(seed: int, most: int) -> None:
     """In a process that compiles. most: programs at once."""
     import torch
 
+    from kvrail.engine.sampling import sampling_kernels
     from kvrail.engine.sampling.draw import DrawParams, draw_on_cpu
-    from kvrail.engine.sampling.sampling_kernels import begin_draw
     from tests.engine.test_sampler import random_logits, row
 
     draws = random.Random(seed)
+    sampling_kernels.BLOCK, sampling_kernels.WARPS, sampling_kernels.FEW = 128, 1, 16
     kinds = [
         {"temperature": 0.0},
         {},
@@ -32,7 +33,7 @@ def draw(seed: int, most: int) -> None:
     broken[4, 600] = torch.nan
     with emulated(by_turns=(draws, most)):
         for given in (logits, broken):
-            assert begin_draw(given, params, 256).tolist() == draw_on_cpu(given, params)
+            assert sampling_kernels.begin_draw(given, params, 3 * len(params)).tolist() == draw_on_cpu(given, params)
 
 
 @pytest.mark.parametrize("most", [3, 100])
