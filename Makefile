@@ -155,6 +155,9 @@ bench-engine: $(VENV)/.dev  ## throughput and latency of the engine
 bench-attention-chunks: $(VENV)/.dev  ## attention of a few new tokens behind many, on a GPU
 	$(BIN)/python -m benchmarks.attention_chunks $(ARGS)
 
+bench-draws: $(VENV)/.dev  ## draws of tokens with every filter, on a GPU
+	$(BIN)/python -m benchmarks.draws $(ARGS)
+
 bench-kv-formats: $(VENV)/.dev  ## decode attention over closed pages beside bfloat16 pages, on a GPU
 	$(BIN)/python -m benchmarks.kv_formats $(ARGS)
 
