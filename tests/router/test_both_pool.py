@@ -36,6 +36,19 @@ async def test_one_object_stands_in_both_pools_with_one_load():
         await found.close()
 
 
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_an_address_of_both_roles_makes_no_other_worker(role):
+    found = pool(workers="a:1", **{f"{role}_workers": "a:1,b:1"})
+    found.start()
+    try:
+        for _ in range(3):
+            found._gather()
+        assert {worker.target: worker.role for worker in found.workers} == {"a:1": "both", "b:1": role}
+        assert set(found._watches) == set(found.workers)
+    finally:
+        await found.close()
+
+
 async def test_who_says_what_cannot_be_does_not_start_any_more():
     found = pool(workers="a:1")
     found.start()

@@ -138,6 +138,8 @@ async def test_a_worker_that_leaves_finishes_what_it_has_and_may_come_back(token
         assert (await cluster.chat()).status_code == 200
         await until(lambda: known.state == "draining")
         assert set((await health(cluster))["decode_workers"]) == {first.target, second.target}
+        shown = (await cluster.http.get("/status.json")).json()["workers"]
+        assert {each["address"]: each["ours"] for each in shown} == {first.target: 1, second.target: 0}
         zone.records["decode"] = [first.target, second.target]
         await until(lambda: len(pool.decode) == 2)
         assert pool.decode[first.target] is known
@@ -172,6 +174,18 @@ async def test_a_name_that_stops_resolving_keeps_the_workers_that_answer(
         zone.records["decode"] = [second.target]
         await until(lambda: pool.complete)
         assert (await health(cluster))["status"] == "ok"
+
+
+async def test_what_cannot_be_used_ends_no_look_at_a_name(
+    tokenizer: Tokenizer, zone: Zone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async with discovering(tokenizer, zone, decode=2) as cluster:
+        pool, targets = cluster.service.pool, [worker.target for worker in cluster.decode]
+        with monkeypatch.context() as broken:
+            broken.setattr(pool, "reconsider", lambda: 1 / 0)
+            await until(lambda: f"{DECODE}: what the name says could not be used" in caplog.text)
+        zone.records["decode"] = targets
+        await until(lambda: sorted(pool.decode) == sorted(targets))
 
 
 async def test_a_worker_with_two_addresses_is_used_once(tokenizer: Tokenizer, zone: Zone):

@@ -73,6 +73,28 @@ async def test_a_status_that_cannot_be_takes_its_worker_out(cluster: Cluster, ca
     await until(lambda: worker.state is WorkerState.HEALTHY)
 
 
+async def test_pages_of_a_form_that_the_router_does_not_know(cluster: Cluster):
+    known = status().layout.SerializeToString()
+    cluster.prefill[0].status = status(layout=common_pb2.KVLayout.FromString(known + bytes([15 << 3, 1])))
+    (prefill,), (decode,) = cluster.service.pool.prefill.values(), cluster.service.pool.decode.values()
+    await until(lambda: prefill.state is WorkerState.INCOMPATIBLE)
+    assert "this router does not know" in prefill.detail
+    cluster.decode[0].status = status(running=3)
+    await until(lambda: decode.answer.running == 3)
+
+
+async def test_what_cannot_be_judged_ends_no_watch(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    pool = cluster.service.pool
+    with monkeypatch.context() as broken:
+        broken.setattr(pool, "_judge", lambda worker: 1 / 0)
+        await until(lambda: all(f"{worker}: its status could not be used" in caplog.text for worker in pool.workers))
+    for fake in (*cluster.decode, *cluster.prefill):
+        fake.status = status(draining=True)
+    await until(lambda: all(worker.state is WorkerState.DRAINING for worker in pool.workers))
+
+
 def test_a_worker_cannot_hold_more_pages_than_it_has():
     pages = WorkerPages()
     pages.take(common_pb2.KVEvents(stored=[1, 2], stored_to=2), 3)

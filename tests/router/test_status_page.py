@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrail.rpc.report import Device, report_of
 from kvrail.services.router.answer.recent import RecentRequests
+from kvrail.services.router.fleet.changes import Changes
 from kvrail.services.router.page.history import STEPS, History, quantile
 from kvrail.services.router.page.routes import FILES
 from kvrail.services.router.page.status import FRESH_S, StatusPage
@@ -206,6 +207,16 @@ async def test_what_happens_to_workers_is_shown(tokenizer: Tokenizer):
         decode.hung = True
         await until(lambda: changes.all()[0]["what"] == "lost")
         assert {"restarted", "lost"} <= {each["what"] for each in (await shown(cluster))["changes"]}
+
+
+@pytest.mark.parametrize("what", ["joined", "restarted", "left"])
+def test_what_an_earlier_process_compiled_is_forgotten(what: str):
+    changes = Changes()
+    changes.compile("decode", "d:1", ["lynx"])
+    changes.add(what, "decode", "d:1")
+    assert not changes._compiling
+    changes.compile("decode", "d:1", [])
+    assert [each["what"] for each in changes.all()] == [what, "compiling"]
 
 
 async def test_only_operators_and_open_servers_show_who_asks(tokenizer: Tokenizer):

@@ -20,6 +20,8 @@ class Changes:
 
     def add(self, what: What, role: str, worker: str, detail: str = "") -> None:
         """Remember a change now. detail: a reason, or a codec's name."""
+        if what in ("joined", "restarted", "left"):  # what an earlier process compiled is lost
+            self._compiling.pop((role, worker), None)
         change = {"what": what, "role": role, "worker": worker, "detail": detail}
         self._kept.appendleft((monotonic(), change))
 

@@ -32,7 +32,9 @@ def page_mismatch(prefill: common_pb2.KVLayout, decode: Sequence[common_pb2.KVLa
     if not decode or prefill in decode:
         return ""
     fields = {field.name: {getattr(layout, field.name) for layout in decode} for field in prefill.DESCRIPTOR.fields}
-    name = next(name for name, values in fields.items() if values != {getattr(prefill, name)})
+    name = next((name for name, values in fields.items() if values != {getattr(prefill, name)}), "")
+    if not name:
+        return "has KV pages unlike decode workers' in what this router does not know; run one version everywhere"
     theirs = ", ".join(sorted(map(str, fields[name])))
     return (
         f"has KV pages of {name} {getattr(prefill, name)}, decode workers of {theirs}; run both with the same settings"

@@ -84,5 +84,8 @@ class Discovery:
                 log.warning("%s workers %s: the name %s%s", self.role, written, name.failure, kept)
             if name.addresses != before:
                 log.info("%s workers %s are %s", self.role, written, ", ".join(name.addresses))
-            self._on_news()
+            try:
+                self._on_news()
+            except Exception:
+                log.exception("%s workers %s: what the name says could not be used", self.role, written)
             await asyncio.sleep(INTERVAL_S)

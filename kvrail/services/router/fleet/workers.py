@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from kvrail.config.settings import RouterSettings
@@ -51,6 +51,7 @@ KEPT_S = 60.0
 
 
 W = TypeVar("W", bound=Worker)
+Make = Callable[[str, Tls | None, DemandClock], W]
 
 
 class WorkerPool:
@@ -109,24 +110,23 @@ class WorkerPool:
     def _gather(self) -> None:
         """Add workers with new addresses; workers whose address is gone begin to leave."""
         before = self.workers
-        both = self._present(self._both_names, before, BothWorker)
-        self.decode = self._present(self._decode_names, before, DecodeWorker) | both
-        self.prefill = {**self._present(self._prefill_names, before, PrefillWorker), **both}
+        both = self._present(self._both_names, before, BothWorker, ())
+        self.decode = self._present(self._decode_names, before, DecodeWorker, both) | both
+        self.prefill = {**self._present(self._prefill_names, before, PrefillWorker, both), **both}
         for worker in set(before).difference(self.workers):
             log.info("%s leaves, with %d requests to finish", worker, worker.requests)
             worker.leaving = True
             self.leaving[worker.role, worker.target] = worker
         self.reconsider()
 
-    def _present(
-        self, names: Discovery, before: Iterable[Worker], make: Callable[[str, Tls | None, DemandClock], W]
-    ) -> dict[str, W]:
-        """The workers of one role now; known ones are kept."""
+    def _present(self, names: Discovery, before: Iterable[Worker], make: Make[W], both: Container[str]) -> dict[str, W]:
+        """The workers of one role now; known ones are kept. both: addresses that workers of both roles have."""
         known = {worker.target: cast(W, worker) for worker in before if worker.role == names.role}
         names.forget([target for target, worker in known.items() if worker.silent_s > KEPT_S])
-        return {target: known.get(target) or self._join(names.role, target, make) for target in names.targets}
+        targets = [target for target in names.targets if target not in both]
+        return {target: known.get(target) or self._join(names.role, target, make) for target in targets}
 
-    def _join(self, role: str, target: str, make: Callable[[str, Tls | None, DemandClock], W]) -> W:
+    def _join(self, role: str, target: str, make: Make[W]) -> W:
         if (back := self.leaving.pop((role, target), None)) is not None:
             back.leaving = False
             return cast(W, back)
@@ -139,9 +139,12 @@ class WorkerPool:
         while not worker.leaving or worker.requests:
             before = worker.instance if worker.answered else None
             answered = worker.answer is not None
-            await worker.ask()
-            self._note(worker, before, answered)
-            self.reconsider()
+            try:
+                await worker.ask()
+                self._note(worker, before, answered)
+                self.reconsider()
+            except Exception:
+                log.exception("%s: its status could not be used; it is asked again", worker)
             if isinstance(worker, DecodeWorker) and worker.silent_s > GIVEN_UP_S:
                 worker.client.give_up(f"decode worker {worker.target} has been silent for {worker.silent_s:.0f} s")
             await asyncio.sleep(self._interval)

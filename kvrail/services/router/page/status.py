@@ -138,8 +138,8 @@ class StatusPage:
         }
 
     def _worker(self, about: dict[str, Any]) -> Worker:
-        pool = self._service.pool
-        return pool.prefill[about["address"]] if about["role"] == "prefill" else pool.decode[about["address"]]
+        pool, role, address = self._service.pool, about["role"], about["address"]
+        return pool.leaving.get((role, address)) or (pool.prefill if role == "prefill" else pool.decode)[address]
 
     def _split(self, now: Sample) -> dict[str, Any]:
         """Where the time of requests went that were answered of late, or, where none was, since the start."""
