@@ -226,6 +226,10 @@ class TransferMetrics:
         """Record what the link from `prefill_worker` carries."""
         self._links.labels(self._model, prefill_worker).set(bytes_per_second)
 
+    def link_forgotten(self, prefill_worker: str, bytes_per_second: float) -> None:
+        """Show the link from `prefill_worker` no more."""
+        self._links.remove(self._model, prefill_worker)
+
 
 class CodecMetrics:
     """What a worker measures of encoding and decoding, by codec. A codec's series come with its first use.

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvrail.codec.cost import CodecCost
+from kvrail.rpc.report import Device, report_of
 from kvrail.services.decode.choice import (
     LEAST_GAIN,
     LEAST_PAYLOAD_BYTES,
@@ -19,6 +20,7 @@ from kvrail.services.decode.choice import (
     link_rate,
 )
 from kvrail.telemetry.worker import TransferMetrics
+from kvrail.transfer import peers
 
 RAW = CodecCost(1e-10, 1e-10, (1.0,))
 SPLITZIP = CodecCost(5e-10, 3e-10, (0.72,))
@@ -180,3 +182,22 @@ def test_drafts_and_steps_are_learnt():
     for _ in range(60):
         chooser.observe_steps(64.0, 32)
     assert chooser.choose("p", at).reason == "no_gain"
+
+
+def test_links_that_are_not_used_are_forgotten(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(peers, "monotonic", lambda: now)
+    chooser, registry = make()
+
+    def shown():
+        return set(report_of(registry, Device()).link_bytes_per_s)
+
+    for number in range(1030):
+        chooser.observe_link(f"p:{number}", LinkSample(1 << 30, 1.0))
+    assert shown() == {f"p:{number}" for number in range(1030 - 256, 1030)}
+    assert chooser.choose("p:1", 1).reason == "link_unknown"
+    now = 3000.0
+    chooser.observe_link("p:1029", LinkSample(1, 1.0))  # tells no rate, but the link is in use
+    now = 4000.0
+    chooser.observe_link("p:2000", LinkSample(1 << 30, 1.0))
+    assert shown() == {"p:1029", "p:2000"} == set(chooser._samples)

@@ -8,6 +8,7 @@ from kvrail.rpc import names
 from kvrail.runtime.breaker import FAILURES
 from kvrail.services.decode import prefill_workers
 from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, GrpcPrefillWorkers, PrefillTarget
+from kvrail.transfer import peers
 
 NAMED = [
     "10.1.2.3:7001",
@@ -87,11 +88,13 @@ async def test_a_resolver_that_hangs_holds_no_request_up(zone, monkeypatch):
 
 
 async def test_channels_that_nobody_uses_are_closed(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(peers, "monotonic", lambda: now)
     channels = GrpcPrefillWorkers()
     first = channels.client("127.0.0.1:1")
     assert channels.client("127.0.0.1:1").host == first.host
     assert len(channels._clients) == 1
-    monkeypatch.setattr(prefill_workers, "IDLE_S", -1.0)
+    now = 3601.0
     channels.client("127.0.0.1:2")
     assert list(channels._clients) == ["127.0.0.1:2"]
     await channels.close()
@@ -105,3 +108,18 @@ def test_failures_are_those_of_one_start_of_a_worker():
     assert breakers.of(PrefillTarget("p:2", 5)).allows
     assert breakers.of(anew).allows
     assert breakers.of(first).allows  # nothing is kept of what was there before
+
+
+def test_failures_of_workers_that_are_gone_are_forgotten(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(peers, "monotonic", lambda: now)
+    breakers, failing = Breakers(), PrefillTarget("p:0", 5)
+    for _ in range(FAILURES):
+        breakers.of(failing).failed(breakers.of(failing).begin())
+    for number in range(1, 1000):
+        breakers.of(PrefillTarget(f"p:{number}"))
+        assert not breakers.of(failing).allows  # it is in use
+    assert len(breakers._known) == 256
+    now = 3601.0
+    breakers.of(PrefillTarget("p:1000"))
+    assert list(breakers._known) == ["p:1000"]

@@ -1,5 +1,8 @@
 import asyncio
 
+from kvrail.config.settings import PrefillSettings
+from kvrail.services.prefill.servicer import PrefillServicer
+from kvrail.transfer import peers
 from kvrail.transfer.send_queue import MOST_LENT, PATIENCE, SendQueue
 
 ROOM = 1 << 30
@@ -202,3 +205,18 @@ async def test_memory_that_a_stuck_receiver_fills_does_not_keep_others_from_thei
     done.set()
     queue.release(20)
     await asyncio.gather(held, waiting)
+
+
+def test_a_prefill_worker_forgets_queues_of_hosts_that_are_gone(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(peers, "monotonic", lambda: now)
+    servicer = PrefillServicer(None, None, None, None, None, PrefillSettings(served_model_name="m"))
+    first = servicer._queue("host 0", False)
+    for number in range(1, 1000):
+        servicer._queue(f"host {number}", False)
+        assert servicer._queue("host 0", False) is first
+    assert servicer._queue("host 0", True) is not first
+    assert len(servicer._queues) == 256
+    now = 3601.0
+    servicer._queue("host 1000", False)
+    assert list(servicer._queues) == [("host 1000", False)]

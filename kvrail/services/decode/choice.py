@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvrail.codec.cost import CodecCost
 from kvrail.telemetry.worker import TransferMetrics
+from kvrail.transfer.peers import Recent
 from kvrail.worker.codecs import WITHOUT_CODE
 
 COUNTED_TOKEN = 32
@@ -120,8 +121,8 @@ class Chooser:
         self._metrics = metrics
         self._max_drafts = max_drafts
         self._fallback = fallback
-        self._samples: dict[str, deque[LinkSample]] = {}
-        self._links: dict[str, float] = {}
+        self._samples: Recent[str, deque[LinkSample]] = Recent()
+        self._links: Recent[str, float] = Recent(metrics.link_forgotten)
         self._step_s = FIRST_STEP_S
         self._acceptance = FIRST_ACCEPTANCE
         self.costs: dict[str, CodecCost] = {}
@@ -156,12 +157,13 @@ class Chooser:
 
     def observe_link(self, worker: str, sample: LinkSample) -> None:
         """Learn from a transfer, whether or not it came to its end."""
-        if sample.payload_bytes < LEAST_SAMPLE_BYTES:
-            return
-        samples = self._samples.setdefault(worker, deque(maxlen=SAMPLES))
-        samples.append(sample)
-        self._links[worker] = link_rate(samples)
-        self._metrics.link_measured(worker, self._links[worker])
+        samples = self._samples.get(worker, deque(maxlen=SAMPLES))
+        if sample.payload_bytes >= LEAST_SAMPLE_BYTES:
+            samples.append(sample)
+        if samples:
+            self._samples[worker] = samples
+            self._links[worker] = link_rate(samples)
+            self._metrics.link_measured(worker, self._links[worker])
 
     def observe_steps(self, seconds: float, steps: int) -> None:
         """Learn from `steps` decode steps of a request."""

@@ -11,6 +11,7 @@ from kvrail.services.decode.fetch_attempt import FetchParts
 from kvrail.services.decode.local import LOCAL_FALLBACK_TOKENS, LocalFallbacks, LocalPrefill
 from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, GrpcPrefillWorkers
 from kvrail.services.decode.progress import Progress
+from kvrail.transfer.peers import Recent
 from kvrail.worker.budgets import mixed_tokens
 from kvrail.worker.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
 
@@ -45,7 +46,7 @@ class Fetcher:
         self._codecs = codecs
         self._asked_codec = asked_codec
         self.allowed = AllowedWorkers(settings.allowed_prefill_workers)
-        self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
+        self._avoided: Recent[tuple[str, str], float] = Recent()  # until when, by worker and transport
         self.local = LocalPrefill(settings.local_prefill_tokens, mixed_tokens(settings))
 
     def codec_for(self, asked: str, *, exact: bool = False) -> str:

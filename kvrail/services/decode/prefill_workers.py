@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -13,6 +14,7 @@ from kvrail.rpc.names import Name
 from kvrail.rpc.prefill.client import GrpcPrefillClient
 from kvrail.runtime.breaker import Breaker
 from kvrail.security.tls import Tls
+from kvrail.transfer.peers import Recent
 
 logger = logging.getLogger("kvrail.decode")
 
@@ -108,19 +110,15 @@ class Breakers:
     """A breaker for each prefill worker, and a new one for each start of its process."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, Breaker]] = {}
+        self._known: Recent[str, tuple[int, Breaker]] = Recent()
 
     def of(self, worker: PrefillTarget) -> Breaker:
         """The breaker of this start of the worker."""
         instance, breaker = self._known.get(worker.address, (worker.instance, None))
         if breaker is None or instance != worker.instance:
             breaker = Breaker()
-            self._known[worker.address] = worker.instance, breaker
+        self._known[worker.address] = worker.instance, breaker
         return breaker
-
-
-IDLE_S = 3600.0
-"""A channel that was not used for this long is closed when another one is opened: workers come and go."""
 
 
 class GrpcPrefillWorkers:
@@ -128,26 +126,21 @@ class GrpcPrefillWorkers:
 
     def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls
-        self._clients: dict[str, GrpcPrefillClient] = {}
-        self._asked_at: dict[str, float] = {}
+        self._clients: Recent[str, GrpcPrefillClient] = Recent(self._close, math.inf)  # its calls may last
         self._closing: set[asyncio.Task[None]] = set()
 
     def client(self, address: str) -> GrpcPrefillClient:
         """A client of the worker at `address`, host:port."""
-        if address not in self._clients:
-            self._close_idle()
-            channel = open_channel(address, tls=self._tls, role="prefill")
-            self._clients[address] = GrpcPrefillClient(channel, address)
-        self._asked_at[address] = monotonic()
-        return self._clients[address]
+        client = self._clients.get(address)
+        if client is None:
+            client = GrpcPrefillClient(open_channel(address, tls=self._tls, role="prefill"), address)
+        self._clients[address] = client
+        return client
 
-    def _close_idle(self) -> None:
-        for address, asked_at in list(self._asked_at.items()):
-            if monotonic() - asked_at > IDLE_S:
-                del self._asked_at[address]
-                task = asyncio.ensure_future(self._clients.pop(address).close())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+    def _close(self, address: str, client: GrpcPrefillClient) -> None:
+        task = asyncio.ensure_future(client.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Close all channels."""

@@ -18,6 +18,7 @@ from kvrail.services.prefill.handshake import Terms
 from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.telemetry.tracing import Tracing
+from kvrail.transfer.peers import Recent
 from kvrail.transfer.send_queue import DIRECT_SLOTS, SLOTS, SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -45,7 +46,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._parts = parts
         self._active = calls
         self._tracing = tracing
-        self._queues: dict[tuple[str, bool], SendQueue] = {}
+        self._queues: Recent[tuple[str, bool], SendQueue] = Recent()
         self._max_waiting_bytes = settings.max_waiting_bytes
         self._max_frame_bytes = settings.max_frame_bytes
         self._calls = itertools.count(1)
@@ -109,6 +110,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _queue(self, receiver: str, on_device: bool) -> SendQueue:
         """What transfers to one machine share. Between GPUs they have a way of their own."""
         way = (receiver, on_device)
-        if way not in self._queues:
-            self._queues[way] = SendQueue(self._max_waiting_bytes, slots=DIRECT_SLOTS if on_device else SLOTS)
-        return self._queues[way]
+        slots = DIRECT_SLOTS if on_device else SLOTS
+        queue = self._queues[way] = self._queues.get(way) or SendQueue(self._max_waiting_bytes, slots=slots)
+        return queue
