@@ -172,11 +172,11 @@ class RouterMetrics:
         self.cluster_kv_usage = make.gauge(
             "kvrail_cluster_kv_usage_ratio", "Share of all decode workers' KV pages that are in use; 1 is all."
         )
-        self.cluster_prefix_queried = make.gauge(
+        self.cluster_prefix_queried = make.counter(
             "kvrail_cluster_prefix_cache_queried_tokens",
-            "Prompt tokens that decode workers have looked up in their prefix caches since they began.",
+            "Prompt tokens that decode workers have looked up in their prefix caches since the router began.",
         )
-        self.cluster_prefix_hit = make.gauge(
+        self.cluster_prefix_hit = make.counter(
             "kvrail_cluster_prefix_cache_hit_tokens", "Of these tokens, those that they found."
         )
         self._cluster_cache = make.gauge_family(

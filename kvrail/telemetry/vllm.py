@@ -253,13 +253,11 @@ CLUSTER_METRICS: tuple[Renamed, ...] = (
         "vllm:prefix_cache_queries",
         ("kvrail_cluster_prefix_cache_queried_tokens",),
         "Sum over decode workers: tokens looked up in their caches.",
-        kind="counter",
     ),
     Renamed(
         "vllm:prefix_cache_hits",
         ("kvrail_cluster_prefix_cache_hit_tokens",),
         "Sum over decode workers: tokens found in their caches.",
-        kind="counter",
     ),
     Renamed(
         "vllm:cache_config_info",

@@ -102,6 +102,7 @@ class StatusReporter:
             max_batch_tokens=settings.max_batch_tokens,
             mixed_batch_tokens=mixed_tokens(settings),
             metrics_port=self.monitor.port,
+            metrics_tls=settings.metrics_tls,
             report=report_of(self.monitor.registry, device_now(loaded.device)),
             roles=settings.roles,
             kv_cache=self.model.kv_cache,

@@ -1,5 +1,7 @@
 """What real workers report of their pages and step costs, as the router takes it in."""
 
+from dataclasses import replace
+
 from kvrail.services.router.fleet.prefixes import WorkerPages
 from kvrail.values.pagehash import page_digest, page_hashes
 from tests.cluster.cluster import cluster
@@ -21,6 +23,7 @@ async def test_pages_are_reported_under_the_names_that_the_router_gives_them():
             prefill.take(said.kv_events, said.pages_total)
             assert said.kv_events.complete and answer.kv_events.complete
             assert said.max_batch_tokens == answer.max_batch_tokens == 512
+            assert not said.metrics_tls
 
         await hear()
         assert (len(decode), len(prefill)) == (0, 0)
@@ -31,6 +34,8 @@ async def test_pages_are_reported_under_the_names_that_the_router_gives_them():
         assert all(digest in pages for digest in DIGESTS for pages in (decode, prefill))
         assert (await c.ask(PROMPT)).summary.cached_tokens == 192
         assert worker.reporter({}, []).report(prefill.question()).report.prompt_tokens == 200 + 8  # then the last page
+        behind_tls = worker.settings.model_copy(update={"metrics_tls": True})
+        assert replace(worker.reporter({}, []), settings=behind_tls).report(prefill.question()).metrics_tls
         assert worker.engine.step_cost.prefill.each > 0
         assert (await c.client.get_status(timeout_s=10)).step_cost.decode_each > 0
         for number in range(100, 110):  # what is not used any more goes

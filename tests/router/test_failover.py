@@ -48,7 +48,7 @@ async def test_failover_to_another_worker(tokenizer: Tokenizer):
             answer = await cluster.chat()
             assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
             assert len(broken.requests) == 1
-        assert await cluster.metric("kvrail_failovers_total{}") == 2
+        assert await cluster.metric("kvrail_failovers_total{}") == 1  # who had no room was not lost
         await until(lambda: not cluster.service.pool.decode[broken.target].refused)
 
 

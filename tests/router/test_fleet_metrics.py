@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvrail.services.router.fleet.policy import WorkerState
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2
-from tests.router.cluster import MODEL, Cluster, run_cluster, status, until, write_output
+from tests.router.cluster import MODEL, Cluster, FakeDecode, run_cluster, status, until, write_output
 from tests.router.scripts import hanging
 
 KEY = {"x-api-key": "k"}
@@ -163,6 +163,36 @@ async def test_who_scrapes_the_router_alone_gets_sums_over_decode_workers(tokeni
         assert (await cluster.http.get("/metrics/vllm?sums=maybe")).status_code == 400
 
 
+async def test_sums_of_counters_never_fall(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        first, second = cluster.decode
+        pool = cluster.service.pool
+        told: dict[str, float] = {}
+
+        async def total(worker: FakeDecode, queried: int, instance: int = 7) -> float:
+            report = common_pb2.WorkerReport(prefix_queried_tokens=queried, prefix_hit_tokens=queried // 2)
+            worker.status = status(instance=instance, report=report)
+            known = pool.decode[worker.target]
+            await until(lambda: known.answer is not None and known.answer.report == report)
+            (found,) = (await samples(cluster, "vllm:prefix_cache_queries_total", "/metrics/vllm")).values()
+            (hits,) = (await samples(cluster, "vllm:prefix_cache_hits_total", "/metrics/vllm")).values()
+            assert found == 2 * hits and found >= told.get("last", 0)
+            told["last"] = found
+            return found
+
+        assert await total(first, 10**6) == 0  # what it had looked up before this router came
+        assert await total(second, 10**6, instance=8) == 0
+        assert await total(first, 10**6 + 100) == 100
+        pool.lost(pool.decode[first.target], "no answer")
+        assert await total(second, 10**6 + 30, instance=8) == 130
+        assert await total(first, 10**6 + 110) == 140
+        assert await total(first, 40, instance=9) == 140  # a new process
+        assert await total(first, 50, instance=9) == 150
+        await total(second, 46, instance=9)  # the same one at another address
+        await until(lambda: pool.decode[second.target].state is WorkerState.DUPLICATE)
+        assert await total(second, 60, instance=9) == 150
+
+
 async def test_refusals_for_want_of_room(tokenizer: Tokenizer):
     async with run_cluster(tokenizer, max_concurrent_requests=1) as cluster:
         cluster.decode[0].script = hanging()
@@ -178,14 +208,17 @@ async def test_refusals_for_want_of_room(tokenizer: Tokenizer):
 async def test_prometheus_finds_all_metrics(tokenizer: Tokenizer):
     async with run_cluster(tokenizer, decode=1, prefill=2) as cluster:
         decode, prefill = cluster.decode[0], cluster.prefill[0]  # the other says no port
-        decode.status, prefill.status = status(metrics_port=9102), status(metrics_port=9101)
+        decode.status, prefill.status = status(metrics_port=9102, metrics_tls=True), status(metrics_port=9101)
         pool = cluster.service.pool
         await until(lambda: pool.decode[decode.target].answer.metrics_port == 9102)
         await until(lambda: any(bool(each.answer.metrics_port) for each in pool.prefill.values()))
         router = cluster.url.removeprefix("http://")
         assert (await cluster.http.get("/metrics/targets")).json() == [
             {"targets": [router], "labels": {"service": "router", "__param_sums": "off"}},
-            {"targets": ["127.0.0.1:9102"], "labels": {"service": "decode", "worker": decode.target}},
+            {
+                "targets": ["127.0.0.1:9102"],
+                "labels": {"__scheme__": "https", "service": "decode", "worker": decode.target},
+            },
             {"targets": ["127.0.0.1:9101"], "labels": {"service": "prefill", "worker": prefill.target}},
         ]
         theirs = (await cluster.http.get("/metrics/targets", params={"names": "vllm"})).json()

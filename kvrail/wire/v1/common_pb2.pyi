@@ -222,7 +222,7 @@ class WorkerReport(_message.Message):
     def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., compiling: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., memory_used: _Optional[int] = ..., memory_total: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "kv_events", "step_cost", "max_batch_tokens", "metrics_port", "mixed_batch_tokens", "roles", "kv_cache", "kv_in_clear", "report")
+    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "kv_events", "step_cost", "max_batch_tokens", "metrics_port", "metrics_tls", "mixed_batch_tokens", "roles", "kv_cache", "kv_in_clear", "report")
     class CodecParametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +250,7 @@ class WorkerStatus(_message.Message):
     STEP_COST_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_TLS_FIELD_NUMBER: _ClassVar[int]
     MIXED_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -275,9 +276,10 @@ class WorkerStatus(_message.Message):
     step_cost: StepCost
     max_batch_tokens: int
     metrics_port: int
+    metrics_tls: bool
     mixed_batch_tokens: int
     roles: _containers.RepeatedScalarFieldContainer[str]
     kv_cache: str
     kv_in_clear: bool
     report: WorkerReport
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., metrics_port: _Optional[int] = ..., mixed_batch_tokens: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., kv_cache: _Optional[str] = ..., kv_in_clear: _Optional[bool] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., metrics_port: _Optional[int] = ..., metrics_tls: _Optional[bool] = ..., mixed_batch_tokens: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., kv_cache: _Optional[str] = ..., kv_in_clear: _Optional[bool] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...

@@ -26,19 +26,15 @@ def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
     pages = sum(answer.pages_total for answer in answers)
     used = pages - sum(answer.pages_free + answer.pages_cached for answer in answers)
     metrics.cluster_kv_usage.set(used / pages if pages else 0.0)
-    metrics.cluster_prefix_queried.set(sum(answer.report.prefix_queried_tokens for answer in answers))
-    metrics.cluster_prefix_hit.set(sum(answer.report.prefix_hit_tokens for answer in answers))
     metrics.show_cache(pool.page_size, pages)
 
 
-def scrape_targets(
-    pool: WorkerPool, router: str, *, vllm: bool, router_tls: bool, workers_tls: bool
-) -> list[dict[str, Any]]:
+def scrape_targets(pool: WorkerPool, router: str, *, vllm: bool, router_tls: bool) -> list[dict[str, Any]]:
     """The targets of Prometheus, in the form of its HTTP service discovery.
 
     router: this router's host:port as the caller has it. vllm: for vLLM's names, which prefill workers do not have;
-    all targets are then one instance, since vLLM's dashboards look for requests where engines are. router_tls,
-    workers_tls: whose metrics are behind TLS. The router shows no sums over workers there.
+    all targets are then one instance, since vLLM's dashboards look for requests where engines are. router_tls: its
+    metrics are behind TLS. It shows no sums over workers there.
     """
 
     def group(address: str, tls: bool, labels: dict[str, str]) -> dict[str, Any]:
@@ -49,8 +45,9 @@ def scrape_targets(
     found = [group(router, router_tls, {"service": "router", "__param_sums": "off"})]
     for worker in pool.workers:
         address = _metrics_address(worker)  # empty where it has reported no port
-        if address and not (vllm and worker.role == "prefill"):
-            found.append(group(address, workers_tls, {"service": worker.role, "worker": worker.target}))
+        if worker.answer and address and not (vllm and worker.role == "prefill"):
+            labels = {"service": worker.role, "worker": worker.target}
+            found.append(group(address, worker.answer.metrics_tls, labels))
     return found
 
 

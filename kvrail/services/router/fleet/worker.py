@@ -28,7 +28,8 @@ class Worker:
     requests: our prompts there; backlog: their tokens that are still to be computed. refused: it has refused a request
     as full, and nothing has changed since. pages: the pages that it has cached. leaving: no name has its address any
     more; it gets no new requests. answered: whether it has ever answered. wrong: its last answer cannot be. instance:
-    the number of the process that answered last; 0: none yet.
+    the number of the process that answered last; 0: none yet. queried, hit: tokens looked up and found in its prefix
+    cache between its last two statuses.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Worker:
         self._began = 0.0  # when it began with the backlog
         self._clock = clock
         self._given = TokenRate(clock)  # tokens of our prompts
-        self._computed, self._total = TokenRate(clock), 0  # of all routers' prompts, as its statuses count them
+        self._computed = TokenRate(clock)  # of all routers' prompts, as its statuses count them
+        self._report = common_pb2.WorkerReport()  # the last
+        self.queried = self.hit = 0
         self.refused = False
         self.pages = WorkerPages()
         self._sequences = self._places = 0  # of our requests; places: computed at once
@@ -78,16 +81,18 @@ class Worker:
         self.answered, self._last_answer = True, monotonic()
 
     def _take_changes(self, answer: common_pb2.WorkerStatus) -> None:
-        """Take in KV events and computed tokens since the last status; a new process starts with none.
+        """Take in KV events and tokens since the last status; a new process starts with none.
 
         Raises IncompatibleError for too many pages.
         """
-        known, total = answer.instance == self.instance, answer.report.prompt_tokens
+        known, now = answer.instance == self.instance, answer.report
+        before, self._report = self._report if known else now, now
         if not known:
             self.instance, self.breaker = answer.instance, Breaker()
-        elif total > self._total:
-            self._computed.add(total - self._total, whole=True)
-        self._total = total
+        elif now.prompt_tokens > before.prompt_tokens:
+            self._computed.add(now.prompt_tokens - before.prompt_tokens, whole=True)
+        self.queried = max(0, now.prefix_queried_tokens - before.prefix_queried_tokens)
+        self.hit = max(0, now.prefix_hit_tokens - before.prefix_hit_tokens)
         if known and answer.HasField("kv_events"):
             self.pages.take(answer.kv_events, answer.pages_total)
         else:

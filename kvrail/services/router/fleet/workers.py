@@ -171,6 +171,9 @@ class WorkerPool:
         elif not answered:
             self.changes.add("back", role, target)
         self.changes.compile(role, target, answer.report.compiling)
+        if role != "prefill" and worker.state is not WorkerState.DUPLICATE:
+            self._metrics.cluster_prefix_queried.inc(worker.queried)
+            self._metrics.cluster_prefix_hit.inc(worker.hit)
 
     def reconsider(self) -> None:
         """Decide again which workers can get requests."""

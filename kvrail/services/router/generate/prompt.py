@@ -132,7 +132,6 @@ class PromptStream:
             if self._refusals > MAX_REFUSALS:
                 raise error
             reserved.leave(refused=True)
-            self._route.metrics.failovers.inc()
             return True
         reserved.worker.breaker.failed(reserved.began)
         if isinstance(error, IncompatibleError):

@@ -275,14 +275,8 @@ def _add_metrics(router: APIRouter) -> None:
     @router.get("/metrics/targets", responses=ASKED, response_model=list[ScrapeTarget])
     async def targets(request: Request, names: Literal["kvrail", "vllm"] = "kvrail") -> list[dict[str, Any]]:
         """List the addresses of all metrics, for Prometheus's HTTP service discovery."""
-        service = _service(request)
-        return scrape_targets(
-            service.pool,
-            request.url.netloc,
-            vllm=names == "vllm",
-            router_tls=request.url.scheme == "https",
-            workers_tls=service.settings.metrics_tls,
-        )
+        pool, url = _service(request).pool, request.url
+        return scrape_targets(pool, url.netloc, vllm=names == "vllm", router_tls=url.scheme == "https")
 
 
 def _probed(status: int, body: dict[str, Any]) -> Response:
