@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvrail.cli.flags import Commands, add_command
 from kvrail.errors import ConfigError
 from kvrail.security.files import write_whole
-from kvrail.security.tls import ROLES, Role, parts_of, role_host, role_uri
+from kvrail.security.tls import ROLES, Role, check, parts_of, role_host, role_uri
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -23,7 +23,7 @@ SUMMARY = "make a CA and a certificate for each role, for TLS between services"
 EPILOG = """OUT gets ca.pem and ca.key, and for each role ROLE.pem and ROLE.key; only their owner can read keys. With
 ca.key, certificates of any role can be made: keep it where no service runs.
 Files are never overwritten, except by --renew, which makes new certificates with the existing CA (running services
-load them), and by --force, which makes a new CA and all certificates.
+load them), by --keep, which makes those that are due, and by --force, which makes a new CA and all certificates.
 
 examples:
   kvrail certs certs --hosts localhost,127.0.0.1
@@ -57,7 +57,7 @@ def add_commands(commands: Commands) -> None:
         parser.add_argument(
             "--keep",
             action="store_true",
-            help="change nothing while all hold for a third of --days; else renew or make them",
+            help="make what is missing, does not fit, or ends within a third of --days; a CA if there is none of use",
         )
         parser.add_argument("--force", action="store_true", help="overwrite all, the CA too")
 
@@ -82,12 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
     roles = _roles(arguments.roles)
     days, ca_days = _days("--days", arguments.days), _days("--ca-days", arguments.ca_days)
     names = [host_name(host) for host in hosts]
-    files = [out / f"{role}.{end}" for role in roles for end in ("pem", "key")]
-    if arguments.keep and (ends := _ends(out, roles)) is not None:
-        if min(ends) > datetime.now(UTC) + timedelta(days=days) / 3:
-            sys.stdout.write(f"{out} has all of them; the first expires {min(ends):%Y-%m-%d %H:%M} UTC\n")
+    if arguments.keep:
+        ends = {role: _end(out, role) for role in roles}
+        due = [role for role in roles if ends[role] <= datetime.now(UTC) + timedelta(days=days) / 3]
+        if not due:
+            sys.stdout.write(f"{out} has all of them; the first expires {min(ends.values()):%Y-%m-%d %H:%M} UTC\n")
             return 0
-        arguments.renew = True
+        arguments.renew = _can_sign(out)
+        arguments.force = not arguments.renew
+        roles = due if arguments.renew else roles
+    files = [out / f"{role}.{end}" for role in roles for end in ("pem", "key")]
     new_ca = arguments.force or not arguments.renew
     if new_ca:
         files += [out / "ca.pem", out / "ca.key"]
@@ -113,16 +117,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ends(out: Path, roles: list[Role]) -> list[datetime] | None:
-    """When the certificates in a folder end, or None where one is missing or cannot be read."""
-    from cryptography import x509
-
+def _end(out: Path, role: Role) -> datetime:
+    """When the role's certificate in a folder ends; long ago where it is missing or does not fit its key and the CA."""
+    paths = {"--tls-ca": out / "ca.pem", "--tls-cert": out / f"{role}.pem", "--tls-key": out / f"{role}.key"}
     try:
-        files = [(out / f"{role}.pem").read_bytes() for role in roles if (out / f"{role}.key").exists()]
-        ends = [x509.load_pem_x509_certificate(content).not_valid_after_utc for content in files]
-    except (OSError, ValueError):
-        return None
-    return ends if len(ends) == len(roles) else None
+        ca, cert, key = (path.read_bytes() for path in paths.values())
+        return check(ca, cert, key, paths, role, "")
+    except (OSError, ConfigError):
+        return datetime.min.replace(tzinfo=UTC)
+
+
+def _can_sign(out: Path) -> bool:
+    """Whether a folder has a CA of use. Raises ConfigError where only its key was taken away: others may trust it."""
+    try:
+        read_authority(out)
+    except ConfigError:
+        if (out / "ca.pem").exists() and not (out / "ca.key").exists():
+            raise
+        return False
+    return True
 
 
 def make_authority(days: int) -> Authority:

@@ -1,10 +1,13 @@
 """`kvrail keys`: add a key to the router's file of API keys, list the keys, revoke one."""
 
 import argparse
+import fcntl
 import json
+import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import date, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -54,18 +57,32 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action != ADD and (given := [limit for limit in _NEW if getattr(arguments, limit)]):
         raise ConfigError(f"--{given[0].replace('_', '-')} is for a new key; drop it from keys {arguments.action}")
     try:
-        before = file.read_bytes() if arguments.action != ADD or file.exists() else b""
         if arguments.action == LIST:
-            sys.stdout.write(_listed(parse(before, f"--file {file}").values()))
-        elif arguments.action == REVOKE:
-            _write(file, without(before, arguments.name, f"--file {file}"))
-            sys.stderr.write(f"{arguments.name} is revoked; a router that reads {file} refuses it from now on\n")
-        else:
-            _add(arguments, before)
+            sys.stdout.write(_listed(parse(file.read_bytes(), f"--file {file}").values()))
+            return 0
+        with _alone(file.parent):
+            before = file.read_bytes() if arguments.action != ADD or file.exists() else b""
+            if arguments.action == ADD:
+                _add(arguments, before)
+            else:
+                rest = without(before, arguments.name, f"--file {file}")
+                _write(file, rest or b"# no keys\n")  # routers take an empty file for an unfinished one
+                sys.stderr.write(f"{arguments.name} is revoked; a router that reads {file} refuses it from now on\n")
     except OSError as error:
         remedy = "name the file that the router reads" if arguments.action != ADD else "name a file that can be written"
         raise ConfigError(f"--file {file}: {error.strerror}; {remedy}") from None
     return 0
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other `kvrail keys` changes a file of the folder. The file itself cannot be locked: it is replaced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _add(arguments: argparse.Namespace, before: bytes) -> None:

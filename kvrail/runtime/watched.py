@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 LOOK_EVERY_S = 1.0
 """Shortest time between two checks of the files."""
+RETRY_PAUSE = 100
+"""Readings that fit between two of the same files that are no good: many keys take a while."""
 
 
 class Watched(Generic[T]):
@@ -25,6 +27,7 @@ class Watched(Generic[T]):
         self.on_failure: Callable[[], object] = lambda: None
         self._looked = monotonic()
         self._seen = self._stat()
+        self._failed, self._again = (self._seen, ""), 0.0  # what was no good, and why; when to try that again
         self._value = read()
 
     def get(self) -> T:
@@ -34,27 +37,30 @@ class Watched(Generic[T]):
             return self._value
         self._looked = now
         seen = self._stat()
-        if seen != self._seen:
-            self._seen = seen
+        if seen != self._seen and (seen != self._failed[0] or now >= self._again):
             names = ", ".join(path.name for path in self._paths)
             try:
                 self._value = self._read_all()
+                self._seen, self._failed = seen, (seen, "")
                 log.info("%s reloaded", names)
-            except ConfigError as error:  # perhaps half written: its next change is looked at again
-                log.error("%s: reload failed, keeping the previous version: %s", names, error)
-                self.on_failure()
+            except ConfigError as error:  # perhaps half written, or not valid yet: tried again
+                self._again = now + RETRY_PAUSE * (monotonic() - now)
+                if self._failed != (seen, str(error)):
+                    self._failed = seen, str(error)
+                    log.error("%s: reload failed, keeping the previous version: %s", names, error)
+                    self.on_failure()
         return self._value
 
-    def _stat(self) -> list[tuple[int, int, int]]:
+    def _stat(self) -> list[tuple[int, int, int, int]]:
         """What changes with a file. Links are followed: a mount of Kubernetes swaps one."""
         found = []
         for path in self._paths:
             try:
                 about = path.stat()
             except OSError:
-                found.append((0, 0, 0))
+                found.append((0, 0, 0, 0))
             else:
-                found.append((about.st_mtime_ns, about.st_size, about.st_ino))
+                found.append((about.st_mtime_ns, about.st_ctime_ns, about.st_size, about.st_ino))
         return found
 
 

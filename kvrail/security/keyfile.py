@@ -110,8 +110,16 @@ class KeyFile:
 
     def __init__(self, path: str) -> None:
         """Read it. Raises ConfigError."""
-        self._where = f"--api-keys-file {path}"
-        self._keys = Watched((Path(path),), lambda: parse(content_of("--api-keys-file", Path(path)), self._where))
+        self._path, self._where = Path(path), f"--api-keys-file {path}"
+        self._reloads = False
+        self._keys = Watched((self._path,), self._read)
+        self._reloads = True
+
+    def _read(self) -> dict[str, Key]:
+        content = content_of("--api-keys-file", self._path)
+        if self._reloads and not content:
+            raise ConfigError(f"{self._where} is empty, as while it is written; for no keys, leave a comment in it")
+        return parse(content, self._where)
 
     def on_failure(self, call: Callable[[], object]) -> None:
         """Call this for each change that is not valid."""

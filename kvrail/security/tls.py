@@ -115,8 +115,8 @@ class Tls:
     def _read(self) -> tuple[Material, ssl.SSLContext]:
         ca, cert, key = (content_of(flag, path) for flag, path in self._paths.items())
         expires = check(ca, cert, key, self._paths, self.role, self._host)
-        context = serving_context("--tls-cert", self._paths["--tls-cert"], self._paths["--tls-key"])
-        context.load_verify_locations(cadata=ca.decode())
+        context = serving_context("--tls-cert", self._paths["--tls-cert"], self._paths["--tls-key"], expires)
+        context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))  # comments have other letters
         context.verify_mode = ssl.CERT_OPTIONAL
         return Material(ca, cert, key, expires, next(self._numbers)), context
 
@@ -151,7 +151,8 @@ class DoorCertificate:
             f"--tls-http-cert {self._cert}",
             f"--tls-http-key {self._key}",
         )
-        return serving_context("--tls-http-cert", self._cert, self._key), chain[0].not_valid_after_utc
+        end = chain[0].not_valid_after_utc
+        return serving_context("--tls-http-cert", self._cert, self._key, end), end
 
 
 def _renewing(current: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
@@ -165,13 +166,16 @@ def _renewing(current: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
     return context
 
 
-def serving_context(flag: str, cert: Path, key: Path) -> ssl.SSLContext:
-    """For a server with this certificate. Raises ConfigError where OpenSSL does not take it."""
+def serving_context(flag: str, cert: Path, key: Path, end: datetime) -> ssl.SSLContext:
+    """For a server with this certificate, which ends then. Raises ConfigError where OpenSSL does not take it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key)
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"{flag} {cert} cannot be used: {error}; create it again") from None
+    left_days = (end - datetime.now(UTC)).total_seconds() / 86400
+    if left_days < SOON_DAYS:
+        log.warning("%s %s expires in %.1f days", flag, cert, left_days)
     return context
 
 
@@ -199,9 +203,6 @@ def check_pair(cert: bytes, key: bytes, cert_name: str, key_name: str) -> "list[
     if leaf.not_valid_before_utc > now:
         since = f"{leaf.not_valid_before_utc:%Y-%m-%d %H:%M}"
         raise ConfigError(f"{cert_name} is not valid before {since} UTC; set this machine's clock, or wait")
-    left_days = (leaf.not_valid_after_utc - now).total_seconds() / 86400
-    if left_days < SOON_DAYS:
-        log.warning("%s expires in %.1f days", cert_name, left_days)
     return chain
 
 

@@ -1,15 +1,18 @@
 """Keys of the file: who is let in, what each may take, what is told of it."""
 
 import asyncio
+import errno
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import openai
 import pytest
 
 from kvrail.errors import ConfigError
-from kvrail.security.keyfile import hash_of, parse
+from kvrail.security.keyfile import KeyFile, hash_of, parse
 from kvrail.services.router.http.quotas import WINDOW_S, Quotas, Window, duration
 from tests.router.cluster import MODEL, run_cluster
 from tests.router.scripts import error_of
@@ -134,6 +137,93 @@ async def test_requests_at_once(cluster):
 async def test_models_of_a_key(cluster):
     assert (await post(cluster, "other", model="tiny-2")).status_code == 200
     assert "not for the model" in error_of(await post(cluster, "other"), 404, "model_not_found")
+
+
+class Watching:
+    """A file of keys that is looked at every two seconds, and what was said of it."""
+
+    def __init__(self, file, monkeypatch, caplog):
+        self.now = 0.0
+        monkeypatch.setattr("kvrail.runtime.watched.monotonic", lambda: self.now)
+        self._keys, self._log, self.failures = KeyFile(str(file)), caplog, []
+        self._keys.on_failure(lambda: self.failures.append(self.now))
+
+    def names(self):
+        self.now += 2.0
+        return [key.name for key in self._keys.keys().values()]
+
+    def told(self):
+        told = [record.getMessage() for record in self._log.records if record.levelname == "ERROR"]
+        self._log.clear()
+        return told
+
+
+@pytest.fixture
+def watching(file, monkeypatch, caplog):
+    file.write_text(table("alice") + table("bob"))
+    return Watching(file, monkeypatch, caplog)
+
+
+def test_a_change_that_could_not_be_read_is_tried_again(file, watching, monkeypatch):
+    """As where the process is out of file descriptors for a moment; told once."""
+
+    def exhausted(_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    file.write_text(table("alice"))
+    with monkeypatch.context() as moment:
+        moment.setattr(Path, "read_bytes", exhausted)
+        assert [watching.names() for _ in range(3)] == [["alice", "bob"]] * 3
+    assert len(watching.told()) == len(watching.failures) == 1
+    assert watching.names() == ["alice"]
+    for name in ("bob", "carol"):
+        file.unlink()
+        assert len({tuple(watching.names()) for _ in range(3)}) == 1
+        file.write_text(table(name))
+        assert watching.names() == [name]
+    file.write_text("[[keys")
+    assert watching.names() == ["carol"]
+    assert [text.partition("toml: ")[2][:13] for text in watching.told()] == ["reload failed"] * 3
+    assert len(watching.failures) == 4
+
+
+def test_reading_what_is_no_good_takes_a_hundredth_of_the_time(file, watching, monkeypatch):
+    began = []
+
+    def slow(*_):
+        began.append(watching.now)
+        watching.now += 0.5
+        raise ConfigError("no good")
+
+    monkeypatch.setattr("kvrail.security.keyfile.parse", slow)
+    file.write_text("1")
+    while watching.now < 120.0:
+        watching.names()
+    assert began == [2.0, 52.5, 102.5 + 0.5]
+    file.write_text("12")
+    watching.names()
+    assert len(began) == 4, "a change is read at once"
+
+
+def test_a_change_is_seen_that_keeps_length_and_time(file, watching):
+    before = file.stat()
+    file.write_text(table("alice") + table("bab"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_ino, file.stat().st_size) == (before.st_ino, before.st_size)
+    assert watching.names() == ["alice", "bab"]
+
+
+def test_a_file_that_is_written_in_place_is_empty_for_a_moment(file, watching):
+    content = file.read_text()
+    with file.open("w") as unfinished:
+        assert watching.names() == ["alice", "bob"]
+        assert "is empty" in watching.told()[0]
+        unfinished.write(content + table("carol"))
+    assert watching.names() == ["alice", "bob", "carol"]
+    file.write_text("# none\n")
+    assert watching.names() == []
+    file.write_text("")
+    assert not KeyFile(str(file)).keys(), "at the start there may be none"
 
 
 async def test_a_changed_file_is_taken_over_and_a_broken_one_is_not(cluster, file, caplog):

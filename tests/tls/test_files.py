@@ -5,6 +5,7 @@ import re
 import shutil
 import ssl
 import subprocess
+from datetime import datetime, timedelta
 
 import httpx
 import pytest
@@ -75,6 +76,39 @@ def test_a_key_that_cannot_be_read(authority, tmp_path):
         Tls(paths["tls_ca"], paths["tls_cert"], key, "router", "")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_ca_may_have_comments_in_any_language(tmp_path, monkeypatch, encoding):
+    monkeypatch.setattr("kvrail.runtime.watched.LOOK_EVERY_S", 0.0)
+    authority = Authority(tmp_path)
+    tls = authority.tls("router")
+    comment = "# M\u00fcllers CA\n".encode(encoding)
+    (tmp_path / "ca.pem").write_bytes(comment + authority.made.pem)
+    assert tls.material().number == 2
+    assert Tls(*authority.settings("router").values(), "router", "").material().ca.startswith(comment)
+
+
+def test_a_certificate_that_is_not_valid_yet_is_taken_when_it_is(tmp_path, monkeypatch, caplog):
+    """Its signer's clock is ahead. What ends soon is told once it is taken, not at each look."""
+    monkeypatch.setattr("kvrail.runtime.watched.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvrail.runtime.watched.RETRY_PAUSE", 0)
+    authority = Authority(tmp_path)
+    tls = authority.tls("router")
+    authority.write("router", days=1)  # from tomorrow on, for a day
+    for _ in range(3):
+        assert tls.material().number == 1
+    assert len(re.findall("reload failed.*not valid before", caplog.text)) == 1
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return datetime.now(zone) + timedelta(days=1.5)
+
+    monkeypatch.setattr("kvrail.security.tls.datetime", Later)
+    for _ in range(3):
+        assert tls.material().number == 2
+    assert caplog.text.count("expires in 0.5 days") == 1
+
+
 def openssl(*arguments):
     return subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True, check=True).stdout
 
@@ -111,9 +145,62 @@ def test_the_command_makes_what_openssl_verifies(tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in out.iterdir()} == kept
     assert made(capsys, out, "--keep")[0] == 0  # of 90
     now = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert {name for name in now if now[name] == kept[name]} == {"ca.pem", "ca.key"}
+    assert {name for name in now if now[name] == kept[name]} == {"ca.pem", "ca.key", "decode.pem", "decode.key"}
     assert made(capsys, out, "--force")[0] == 0
     assert not any(path.read_bytes() == before[path.name] for path in out.iterdir())
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def kept(tmp_path, capsys):
+    """A folder that --keep has made, and what changed by another --keep."""
+    out = tmp_path / "certs"
+    assert made(capsys, out, "--keep")[0] == 0
+
+    def keep():
+        before = content(out)
+        status, _, error = made(capsys, out, "--keep")
+        return status, {name for name, is_now in content(out).items() if before.get(name) != is_now}, error
+
+    assert keep() == (0, set(), "")
+    return out, keep
+
+
+def test_keep_makes_what_is_missing_or_does_not_fit(kept, capsys):
+    """As after a kill in the middle of a start or of a renewal."""
+    out, keep = kept
+    (out / "metrics.pem").unlink()
+    (out / "worker.key").unlink()
+    assert keep() == (0, {"metrics.pem", "metrics.key", "worker.pem", "worker.key"}, "")
+    old = (out / "router.pem").read_bytes()
+    assert made(capsys, out, "--renew", "--roles", "router")[0] == 0
+    (out / "router.pem").write_bytes(old)  # between its key and its certificate
+    assert keep() == (0, {"router.pem", "router.key"}, "")
+    (out / "decode.pem").write_text("")
+    assert keep() == (0, {"decode.pem", "decode.key"}, "")
+    for role in ROLES:
+        Tls(*(str(out / name) for name in ("ca.pem", f"{role}.pem", f"{role}.key")), role, "127.0.0.1")
+
+
+def test_keep_makes_a_new_ca_only_where_there_is_none_of_use(kept, tmp_path, capsys):
+    out, keep = kept
+    other = Authority(tmp_path / "other")
+    for name, pem in (("ca.pem", None), ("ca.key", b"broken"), ("ca.pem", other.made.pem)):
+        if pem is None:
+            (out / name).unlink()
+        else:
+            (out / name).write_bytes(pem)
+            (out / "router.key").unlink(missing_ok=True)
+        assert keep() == (0, {f"{each}.{end}" for each in ("ca", *ROLES) for end in ("pem", "key")}, "")
+        assert keep() == (0, set(), "")
+    (out / "ca.key").unlink()  # kept elsewhere
+    assert keep() == (0, set(), "")
+    (out / "router.key").unlink()
+    status, changed, error = keep()
+    assert (status, changed) == (2, set()) and "there is no" in error and "ca.key" in error
 
 
 @pytest.mark.parametrize(
