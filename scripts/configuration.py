@@ -27,7 +27,7 @@ HEAD = """# Configuration
 
 A setting comes from a flag, an environment variable, a TOML file (`--config FILE`) or its default; the first of these
 wins. All three have the same name: `--kv-dtype`, `KVRAIL_DECODE_KV_DTYPE` and `kv_dtype = "float8_e4m3fn"` in the file.
-Settings are checked at the start, before anything is loaded, and never change afterwards.
+Settings are checked at the start, before anything is loaded, and never change afterwards. No duration may be above 1e9.
 
 A TOML file describes a whole cluster. Keys at the top hold for every process that has them; the tables `[router]`,
 `[prefill]`, `[decode]` and `[up]` hold for one and win over the top:

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run `kvrail` with `argv` (default: the process's arguments); returns the exit status."""
     parser = build_parser()
     argv = sys.argv[1:] if argv is None else argv
-    if argv and Path(argv[0]).is_dir():
+    if argv and Path(argv[0]).is_dir() and not any(argv[0] in (action.choices or ()) for action in parser._actions):
         argv = ["serve", *argv]
     arguments = parser.parse(argv)
     if not hasattr(arguments, "run"):

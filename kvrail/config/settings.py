@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvrail.config.origins import environment_of, explain, file_values, flag_name
@@ -39,8 +39,10 @@ MAX_FRAME_BYTES = 64 << 20
 """KV of a frame, before encoding; NVLink takes 0.2 ms for it, and larger frames gain nothing."""
 FRAMES_IN_MEMORY = 8
 """Frames that a decode worker's transfer memory holds at least: some are received while others are decoded."""
+PositiveFloat = Annotated[float, Field(gt=0, le=1e9)]  # timers and peers take no longer durations
+NotNegative = Annotated[float, Field(ge=0, le=1e9)]
 GAP_LIMIT: float = Field(
-    30.0, ge=0, description="time between two tokens of a stream, in ms, that prompts beside it must keep; 0: no limit"
+    30.0, description="time between two tokens of a stream, in ms, that prompts beside it must keep; 0: no limit"
 )
 
 WorkerRole = Literal["prefill", "decode"]
@@ -64,7 +66,7 @@ class Settings(BaseSettings):
         file = file_values(cls.table, config, tables, WorkerSettings.model_fields) if config else {}
         given = dict(flags or {})
         try:
-            return cls(**{k: v for k, v in file.items() if k not in environment}, **given)
+            return cls(**({k: v for k, v in file.items() if k not in environment} | given))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = str(first["loc"][0]) if first["loc"] else ""
@@ -186,10 +188,8 @@ class RouterSettings(ServiceSettings):
     policy: Literal["prefix-aware", "least-load", "power-of-two", "round-robin"] = Field(
         "prefix-aware", description="how workers are chosen (docs/scheduling.md)"
     )
-    prefill_wait_s: float = Field(
-        0.2,
-        ge=0,
-        description="longest wait for a prefill worker, in seconds, until an idle decode worker helps; 0: no limit",
+    prefill_wait_s: NotNegative = Field(
+        0.2, description="longest wait for a prefill worker, in seconds, until an idle decode worker helps; 0: no limit"
     )
     newcomer_share: float = Field(
         0.1, ge=0, le=0.5, description="share of all places that one client must leave to others"
@@ -197,7 +197,7 @@ class RouterSettings(ServiceSettings):
     slo_ttft_ms: PositiveFloat = Field(
         500.0, description="time to the first token, in ms, that the router keeps where workers prefill and decode"
     )
-    slo_gap_ms: float = GAP_LIMIT
+    slo_gap_ms: NotNegative = GAP_LIMIT
     priorities: bool = Field(
         False, description="let requests set a priority among their client's requests; lower is earlier"
     )
@@ -205,8 +205,8 @@ class RouterSettings(ServiceSettings):
         0.035,
         description="seconds until a stream's headers leave; an earlier failure has a status, a later is an event",
     )
-    keep_alive_s: float = Field(
-        15.0, ge=0, description="seconds without an event until an empty line is sent on a stream; 0: never"
+    keep_alive_s: NotNegative = Field(
+        15.0, description="seconds without an event until an empty line is sent on a stream; 0: never"
     )
     trusted_proxies: Networks = Field(
         (),
@@ -328,7 +328,7 @@ class DecodeSettings(WorkerSettings):
         min_length=1,
         description="KV codec; auto: the one that gives tokens soonest on the measured link",
     )
-    slo_gap_ms: float = GAP_LIMIT
+    slo_gap_ms: NotNegative = GAP_LIMIT
     allow_lossy: bool = Field(False, description="allow lossy KV codecs, in --codec and in requests")
     max_drafts: int = Field(
         64, ge=0, description="most tokens drafted while later stages of the KV are transferred; 0: none"

@@ -68,7 +68,7 @@ def one_role_default(none: object) -> Callable[[Any], Any]:
     """A validator of all settings: where `workers` of both roles are given, those of one role are none by default."""
 
     def complete(given: dict[str, Any]) -> dict[str, Any]:
-        some = given.get("workers") not in (None, "", "0", 0, ())
+        some = given.get("workers") not in (None, "", "0", 0, (), [])
         return {"decode_workers": none, "prefill_workers": none} | given if some else given
 
     return complete

@@ -88,7 +88,7 @@ def listen(host: str, port: int, setting: str = "port") -> socket.socket:
         except OSError:
             listener.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; set {setting} to a free port, or to 0") from error
     return listener
 

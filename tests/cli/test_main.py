@@ -90,6 +90,13 @@ def test_a_mistake_is_one_line_and_status_2(capsys, argv, line):
     assert error.startswith(line)
 
 
+def test_a_folder_with_a_commands_name_hides_no_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "certs", "certs", "--roles", "router")[0] == 0
+    assert run(capsys, "certs", "certs", "--roles", "router", "--renew")[0] == 0
+    assert run(capsys, "./certs")[2].startswith("kvrail serve: --model: ./certs has no config.json")
+
+
 def test_pages_fit_into_what_a_container_may_have(capsys, monkeypatch, tmp_path):
     limit, unlimited = tmp_path / "limit", tmp_path / "unlimited"
     limit.write_text(f"{1 << 30}\n")

@@ -25,6 +25,16 @@ def test_a_full_disk_takes_lines_and_not_the_cluster(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_letters_that_the_terminal_lacks_are_written_as_codes(tmp_path, encoding):
+    with (tmp_path / "log").open("w", encoding=encoding) as stream:
+        output = Output(stream, prefix=True)
+        output.line("router", "caf\u00e9 \u2014")
+        output.say("the next line")
+    shown = {"ascii": r"caf\xe9 \u2014", "latin-1": "caf\u00e9 \\u2014", "utf-8": "caf\u00e9 \u2014"}[encoding]
+    assert (tmp_path / "log").read_text(encoding) == f"router    | {shown}\nthe next line\n"
+
+
 def test_nobody_reads_any_more(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)

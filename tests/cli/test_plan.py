@@ -159,6 +159,15 @@ def test_the_file_reaches_the_services_and_up_itself(tmp_path, model):
     assert [each.max_running for each in decode] == [3, 3]
 
 
+def test_what_is_planned_wins_over_the_file(tmp_path, model):
+    path = tmp_path / "cluster.toml"
+    path.write_text(f'model = "{model}"\nhost = "0.0.0.0"\n[router]\nport = 1\n[decode]\nport = 2\nmetrics_port = 3\n')
+    router, _, decode = map(settings_of, plan("--host", LOOPBACK, config=path, model=model).processes)
+    assert {router.host, decode.host} == {LOOPBACK}
+    assert router.decode_workers == (f"{LOOPBACK}:{decode.port}",)
+    assert not {1, 2, 3} & {router.port, decode.port, decode.metrics_port}
+
+
 def test_a_mistake_in_a_services_table_is_found_before_anything_starts(tmp_path, model):
     path = tmp_path / "cluster.toml"
     path.write_text("[decode]\nmax_running = -1\n")
@@ -205,6 +214,21 @@ def test_an_address_of_another_machine_is_refused(model):
 
 def test_a_wildcard_address_is_shown_as_one_that_can_be_called(model):
     assert plan("--host", "0.0.0.0", model=model).url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(("host", "shown"), [("::1", "[::1]"), ("::", "[::1]"), ("fd00::2", "[fd00::2]")])
+def test_an_address_of_ipv6_stands_in_brackets(model, monkeypatch, host, shown):
+    monkeypatch.setattr("kvrail.cli.cluster.plan._bind", lambda held, host, port, *_, **__: port)  # IPv6 or not
+    cluster = plan("--host", host, "--port", "8123", model=model)
+    assert cluster.url == f"http://{shown}:8123"
+    assert f"{cluster.url}/v1" in welcome(cluster)
+
+
+def test_a_name_that_no_host_can_have_is_refused(model):
+    with pytest.raises(ConfigError, match=r"--port: cannot listen on a{64}:\d+: .*label"):
+        plan("--host", "a" * 64, model=model)
+    with pytest.raises(ConfigError, match=r"cannot listen on a{64}:0: .*label"):
+        listen("a" * 64, 0)
 
 
 def test_gpus_are_taken_in_turn(model, monkeypatch):

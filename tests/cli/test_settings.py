@@ -13,11 +13,12 @@ def write(tmp_path, text):
 
 
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path, monkeypatch):
-    path = write(tmp_path, "[prefill]\nport = 1\nmax_running = 2\npage_size = 3\n")
+    path = write(tmp_path, "[prefill]\nport = 1\nmax_running = 2\npage_size = 3\nmax_batch_tokens = 4\n")
     monkeypatch.setenv("KVRAIL_PREFILL_PORT", "11")
     monkeypatch.setenv("KVRAIL_PREFILL_MAX_RUNNING", "12")
-    settings = PrefillSettings.load({"port": "21"}, path)
+    settings = PrefillSettings.load({"port": "21", "max_batch_tokens": "24"}, path)
     assert (settings.port, settings.max_running, settings.page_size) == (21, 12, 3)
+    assert settings.max_batch_tokens == 24  # with no variable between flag and file
     assert settings.max_waiting == PrefillSettings.model_fields["max_waiting"].default
 
 
@@ -53,6 +54,8 @@ def test_plain_construction_takes_python_values_and_the_environment(monkeypatch)
         ({"device": "gpu"}, ["--device", "'gpu'", "cuda:N"]),
         ({"page_size": "0"}, ["--page-size", "'0'", "greater than 0"]),
         ({"prefix_cache": "perhaps"}, ["--prefix-cache", "'perhaps'", "boolean"]),
+        ({"transfer_timeout_s": "inf"}, ["--transfer-timeout-s", "'inf'", "1000000000"]),
+        ({"step_timeout_s": "nan"}, ["--step-timeout-s", "'nan'"]),
         ({"max_runing": 3}, ["--max-runing", "kvrail prefill", "max_running"]),
     ],
 )
@@ -73,6 +76,19 @@ def test_an_address_needs_host_and_port(address):
 def test_a_router_needs_a_decode_worker():
     with pytest.raises(ConfigError, match="--decode-workers"):
         RouterSettings.load({"decode_workers": ""})
+
+
+def test_no_workers_of_both_roles_leave_the_others_as_they_are(tmp_path):
+    assert RouterSettings.load({}, write(tmp_path, "[router]\nworkers = []\n")) == RouterSettings.load({})
+
+
+@pytest.mark.parametrize("name", [name for name in RouterSettings.model_fields if name.endswith(("_s", "_ms"))])
+def test_a_duration_has_an_end(name):
+    """Peers and timers refuse longer ones, once for each request."""
+    assert getattr(RouterSettings.load({name: "1e9"}), name) == 1e9
+    for value in ("inf", "1.1e9", "nan"):
+        with pytest.raises(ConfigError, match=f"'{value}' is not accepted"):
+            RouterSettings.load({name: value})
 
 
 def test_a_wrong_environment_variable_is_named(monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from benchmarks.link import once_compiled
 from kvrail.errors import ConfigError
 from kvrail.services.prefill import trace
+from kvrail.services.router.answer import trace as router_trace
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import Span, SpanLog
 from kvrail.telemetry.tracing import MAX_GROUPS, Tracing
@@ -225,6 +227,16 @@ def test_a_prefill_ends_with_its_last_part(collector, sent):
     parts = [span for span in collector.spans if span.parent == whole.span_id]
     assert len(parts) == 3 and whole.end == max(part.end for part in parts)
     assert whole.end - whole.begin == pytest.approx(3e9, rel=1e-3)
+
+
+def test_a_seed_that_no_span_has_room_for_is_told_as_text(collector):
+    tracing = Tracing.start(collector.endpoint, "router")
+    for seed in (7, 2**63, 2**64 - 1):
+        request = SimpleNamespace(stream=False, n=1, seed=seed)
+        router_trace.end(router_trace.begin(tracing, "chat", request, "seeds", {}, "id", Timeline()), "stop", None, 1)
+    tracing.close()
+    told = [span.attributes for span in collector.spans if span.name == "chat seeds"]
+    assert [each["gen_ai.request.seed"] for each in told] == [7, str(2**63), str(2**64 - 1)]
 
 
 def test_without_an_endpoint_no_exporter_is_imported():

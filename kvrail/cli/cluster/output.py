@@ -44,6 +44,8 @@ class Output:
         Raises BrokenPipeError where the reader has gone.
         """
         self._last = monotonic()
+        encoding = self._stream.encoding or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)  # children write UTF-8
         try:
             if self._unwritten:
                 self._stream.write(f"the output took no lines for a while; up to {self._unwritten} are missing here\n")

@@ -159,9 +159,9 @@ def _bind(held: ExitStack, host: str, port: int, flag: str = "--port", *, reuse:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         probe.bind(address)
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on: who sets it too can listen there
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"{flag}: cannot listen on {host}:{port}: {error.strerror}; "
+            f"{flag}: cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}; "
             f"end what listens there, or name another port with {flag}"
         ) from None
     return port
@@ -186,11 +186,11 @@ def _router_process(
     shown = {name: value for name, value in flags.items() if name != "api_keys"}  # any user may list processes
     keys = {"KVRAIL_ROUTER_API_KEYS": ",".join(router.api_keys)} if "api_keys" in flags else {}
     scheme = "https" if router.tls_http_cert else "http"
-    reachable = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(router.host, router.host)
+    reachable = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(router.host, router.host)
     return Process(
         "router",
         _command("router", {**shown, "port": port, **addresses}, config),
-        f"{scheme}://{reachable}:{port}",
+        f"{scheme}://{f'[{reachable}]' if ':' in reachable else reachable}:{port}",
         keys,
     )
 

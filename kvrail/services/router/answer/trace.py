@@ -33,7 +33,8 @@ def begin(
     }
     for name in ("max_tokens", "temperature", "top_p", "seed"):
         if (value := getattr(request, name, None)) is not None:
-            attributes[f"gen_ai.request.{name}"] = value
+            whole = isinstance(value, int) and value >= 1 << 63  # a number that a span has no room for
+            attributes[f"gen_ai.request.{name}"] = str(value) if whole else value
     return tracing.hop(f"{operation} {model}", headers, timeline, attributes)
 
 
