@@ -77,12 +77,12 @@ class Checker:
         return _VERDICTS[signal.Signals(-status)]
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        ends = ends_of(self._tokenizer)
+        ends, size = ends_of(self._tokenizer), self._tokenizer.vocab_size
         self._process = process = subprocess.Popen(
             [sys.executable, "-P", "-c", _COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert process.stdin is not None
-        settings = {"tokenizer": self._tokenizer.to_json(), "n_vocab": self._tokenizer.vocab_size, "eos_token": ends}
+        settings = {"tokenizer": self._tokenizer.to_json(size), "n_vocab": size, "eos_token": ends}
         write_message(process.stdin, json.dumps(settings))
         return process
 

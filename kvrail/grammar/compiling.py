@@ -62,13 +62,13 @@ def compile_text(tokenizer: LLTokenizer, text: str) -> Grammar:
 class Grammars:
     """The grammars of a worker, over one tokenizer. The router has checked each (kvrail.grammar.checking).
 
-    load: returns the tokenizer; called when the first grammar comes. eos_token_ids: tokens that end an output; by
-    default those that the tokenizer's files name.
+    load: returns the tokenizer; called when the first grammar comes. eos_token_ids: tokens that end an output.
+    vocab_size: length of the model's logits. By default both are as the tokenizer's files have them.
     """
 
-    def __init__(self, load: Callable[[], Tokenizer], eos_token_ids: Collection[int] = ()) -> None:
+    def __init__(self, load: Callable[[], Tokenizer], eos_token_ids: Collection[int] = (), vocab_size: int = 0) -> None:
         self._load = load
-        self._ends = eos_token_ids
+        self._ends, self._vocab_size = eos_token_ids, vocab_size
         self._tokenizer: LLTokenizer | None = None
         self._cached: OrderedDict[bytes, Grammar] = OrderedDict()
         self._turns = Turns()
@@ -92,7 +92,8 @@ class Grammars:
         if self._tokenizer is None:
             tokenizer = self._load()
             ends = ends_of(tokenizer, self._ends)
-            self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=ends)
+            size = self._vocab_size or tokenizer.vocab_size
+            self._tokenizer = LLTokenizer(tokenizer.to_json(size), n_vocab=size, eos_token=ends)
         return compile_text(self._tokenizer, text)
 
 

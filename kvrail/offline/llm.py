@@ -74,7 +74,7 @@ class LLM:
         checker = Checker(tokenizer)
         shaper = Shaper(tokenizer, checker, tool_parser="none", reasoning_parser="none")
         self._planner = Planner(Encoder(tokenizer), shaper, lambda _: limits, defaults)
-        self._grammars = Grammars(lambda: tokenizer, loaded.eos_token_ids)
+        self._grammars = Grammars(lambda: tokenizer, loaded.eos_token_ids, loaded.vocab_size)
         self._places = asyncio.Semaphore(settings.max_waiting)
         self._numbers = itertools.count()
         self._random = None if seed is None else random.Random(seed)

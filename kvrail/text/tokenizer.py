@@ -128,9 +128,13 @@ class Tokenizer:
             "added_tokens_decoder": added,
         }
 
-    def to_json(self) -> str:
-        """The tokenizer as a file tokenizer.json would hold it, with all its added tokens."""
-        return str(self._backend.to_str())
+    def to_json(self, end: int) -> str:
+        """The tokenizer as a file tokenizer.json would hold it, with its added tokens below the id `end`."""
+        text = str(self._backend.to_str())
+        if max(self._backend.get_added_tokens_decoder(), default=0) < end:
+            return text
+        found = json.loads(text)
+        return json.dumps({**found, "added_tokens": [each for each in found["added_tokens"] if each["id"] < end]})
 
     def has_token(self, token_id: int) -> bool:
         """Whether the id has a token; ids that only pad the model's logits have none."""

@@ -177,7 +177,7 @@ def build_worker(
         calls=ActiveCalls(),
         monitor=monitor,
         memory=memory,
-        grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
+        grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids, loaded.vocab_size),
         tracing=tracing,
     )
 

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import json
+from functools import partialmethod
 
 import jsonschema
 import numpy as np
@@ -141,6 +142,19 @@ def test_a_grammar_that_leads_nowhere_fails_its_own_request_alone(monkeypatch):
     (failed,) = site.of("stuck", Failed)
     assert site.of("free", Finished) and not site.of("free", Failed)
     assert isinstance(failed.error, InvalidRequestError) and "allows no further" in str(failed.error)
+
+
+def test_a_grammar_of_another_vocabulary_fails_its_own_request_alone(monkeypatch):
+    site = DecodeSite()
+    submit(site, "free", 1)
+    submit(site, "sound", 2, TEXT)
+    monkeypatch.setattr(Grammars, "__init__", partialmethod(Grammars.__init__, vocab_size=5000))
+    submit(site, "wrong", 3, TEXT)
+    site.run()
+    (failed,) = site.of("wrong", Failed)
+    assert "cannot be found" in str(failed.error)
+    for name in ("free", "sound"):
+        assert site.of(name, Finished) and not site.of(name, Failed)
 
 
 def test_a_grammar_whose_masks_take_long_fails_its_own_request_alone(monkeypatch):

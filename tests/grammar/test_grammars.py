@@ -177,6 +177,24 @@ async def test_bounds(checker):
         await checker.check(texts.whole(texts.from_choice(["\ud800"])), "a")
 
 
+@pytest.mark.parametrize("fewer", [False, True])
+async def test_logits_may_be_more_or_fewer_than_the_tokens(fewer):
+    """A token that was added behind the vocabulary, and has no logit, is not a part of any grammar."""
+    tokenizer = load_tokenizer(str(tiny_model("llama")))
+    tokenizer._backend.add_special_tokens(["<added>"])
+    added = tokenizer.token_id("<added>")
+    tokenizer.vocab_size = added if fewer else added + 1
+    size = added if fewer else added + 100
+    async with checking(tokenizer) as checker:
+        text = texts.whole(texts.from_regex("[a-z]+"))
+        await checker.check(text, "a")
+    for grammars in (Grammars(lambda: tokenizer, vocab_size=size), Grammars(lambda: tokenizer)):
+        matcher = (await grammars.get(text, "a")).matcher()
+        assert set(tokenizer.encode("ab", False)) < set(allowed(matcher, size)) - {added}
+    matcher = (await Grammars(lambda: tokenizer, vocab_size=size).get(text, "a")).matcher()
+    assert len(matcher.state.compute_bitmask()) == 4 * -(-size // 32)
+
+
 async def test_lenient_schemas_pass_over_what_cannot_be_enforced(checker):
     await checker.check(texts.whole(texts.from_schema({"type": "array", "uniqueItems": True}, lenient=True)), "a")
 

@@ -117,11 +117,14 @@ class MaskFinder:
     ) -> None:
         """Write the masks of the matchers' states, in parallel."""
         begin = time.perf_counter()
+        try:
+            if runs and not self._wary:
+                places = [(run.matcher.state, mask) for run, mask in runs]
+                self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, 4 * self._words, len(words))
+        except ValueError:  # of one of them, which is found now
+            self._wary = True
         if self._wary:
             self._fill_one_by_one(words, runs, stuck)
-        elif runs:
-            places = [(run.matcher.state, mask) for run, mask in runs]
-            self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, 4 * self._words, len(words))
         self._wary = time.perf_counter() - begin > WARY_S
         for run, mask in runs:
             if not run.matcher.complete:
@@ -147,7 +150,10 @@ class MaskFinder:
         """Write them one by one and time each: a grammar that takes long for several tokens fails its request."""
         for run, mask in runs:
             begin = time.thread_time()
-            run.matcher.state.unsafe_compute_mask_ptr(words[mask].ctypes.data, 4 * self._words)
+            try:
+                run.matcher.state.unsafe_compute_mask_ptr(words[mask].ctypes.data, 4 * self._words)
+            except ValueError as error:
+                words[mask], stuck[run.sequence] = 0, KvrailError(f"the grammar's tokens cannot be found: {error}")
             run.matcher.seconds += time.thread_time() - begin
             if run.matcher.seconds > ALLOWED_S + ALLOWED_S_A_TOKEN * len(run.tokens):
                 stuck[run.sequence] = _too_slow(run)
