@@ -38,43 +38,47 @@ class Checker:
         self._turns = Turns()
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def check(self, text: str, client: str) -> None:
-        """Raise InvalidRequestError where `text` cannot be compiled and followed.
+    async def check(self, text: str, client: str) -> str:
+        """`text`, all of it in Lark; InvalidRequestError where it cannot be compiled and followed.
 
         client: the name of the client, for turns. Only a text's digest and the fault found in it are kept.
         """
-        key = digest(text)
-        verdict = self._verdicts.get(key)
+        verdict, lark = self._verdicts.get(digest(text)), text
         if verdict is None:
-            verdict = await self._turns.run(client, lambda: self._judged(key, text))
+            verdict, lark = await self._turns.run(client, lambda: self._judged(text))
         if verdict:
             raise InvalidRequestError(verdict)
+        return lark
 
     async def close(self) -> None:
         """End the process. Checks that still run have no caller any more."""
         if self._process is not None:
             self._process.kill()
-            await self._turns.run("", self._ended)
+            self._ended()  # here: at the interpreter's end no thread can be had
 
-    def _judged(self, key: bytes, text: str) -> str:
-        """The fault of `text`; empty: none. Runs in a thread, one at a time."""
+    def _judged(self, text: str) -> tuple[str, str]:
+        """The fault of `text`, empty: none, and all of it in Lark. Runs in a thread, one at a time."""
+        key = digest(text)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._ask(text)
+            verdict, lark = self._ask(text)
+            if lark:
+                return self._judged(lark)
             keep(self._verdicts, key, verdict, MAX_CHECKED)
-        return verdict
+        return verdict, text
 
-    def _ask(self, text: str) -> str:
+    def _ask(self, text: str) -> tuple[str, str]:
+        """The fault of `text`, empty: none. Where it is not all Lark: what it is in Lark, to be asked of next."""
         try:
             process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
             write_message(process.stdin, text)
-            return read_message(process.stdout)
+            return read_message(process.stdout), read_message(process.stdout)
         except (EOFError, BrokenPipeError):
             status = self._ended()
         if -status not in _VERDICTS:
             raise KvrailError(f"the process that checks grammars ended with status {status}; retry")
-        return _VERDICTS[signal.Signals(-status)]
+        return _VERDICTS[signal.Signals(-status)], ""
 
     def _start(self) -> "subprocess.Popen[bytes]":
         ends, size = ends_of(self._tokenizer), self._tokenizer.vocab_size

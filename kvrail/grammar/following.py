@@ -1,7 +1,8 @@
 """The process that checks grammars (kvrail.grammar.checking): it compiles each text and follows it for some tokens.
 
 A message on its standard input or output is a length of four bytes, and that many bytes of UTF-8. The first one is the
-tokenizer; each later one is a text, and its answer names the fault in it, if any.
+tokenizer; each later one is a text. Two answer it: the fault in it, if any, and its form in Lark where it is not all
+Lark, which is then not checked yet.
 """
 
 import contextlib
@@ -14,10 +15,11 @@ import threading
 from collections.abc import Sequence
 from typing import IO
 
-from llguidance import LLTokenizer
+from llguidance import LLTokenizer, grammar_from
 
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar.compiling import compile_text, reason_of
+from kvrail.grammar.texts import EITHER, from_lark
 
 CHECK_S = 0.5
 """The most CPU time for compiling a text and finding the tokens of a probe. Objects of 400 optional properties take
@@ -42,6 +44,18 @@ def read_message(source: IO[bytes]) -> str:
     if len(head) < 4 or len(data) < int.from_bytes(head, "big"):
         raise EOFError
     return data.decode()
+
+
+def in_lark(text: str) -> str:
+    """`text` with Lark for what may be GBNF; empty: it is all Lark. InvalidRequestError where a part is neither."""
+    parts = json.loads(text)["grammars"]
+    found = [part for part in parts if EITHER in part]
+    for part in found:
+        try:
+            part.update(from_lark(grammar_from("grammar", part.pop(EITHER))))
+        except ValueError as error:
+            raise InvalidRequestError(f"is neither Lark nor GBNF: {error}") from None
+    return json.dumps({"grammars": parts}, ensure_ascii=False) if found else ""
 
 
 def follow(tokenizer: LLTokenizer, ends: Sequence[int], text: str) -> None:
@@ -71,14 +85,17 @@ def serve(source: IO[bytes], out: IO[bytes]) -> None:
     tokenizer = LLTokenizer(settings["tokenizer"], n_vocab=settings["n_vocab"], eos_token=ends)
     while True:
         text = read_message(source)
-        verdict = ""
+        verdict = lark = ""
         signal.setitimer(signal.ITIMER_PROF, CHECK_S)
         try:
-            follow(tokenizer, ends, text)
+            lark = in_lark(text)
+            if not lark:
+                follow(tokenizer, ends, text)
         except InvalidRequestError as error:
             verdict = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
         write_message(out, verdict)
+        write_message(out, lark)
 
 
 def main() -> None:

@@ -8,10 +8,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher
 
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar.closing import closed
+from kvrail.grammar.compiling import digest
 from kvrail.grammar.keys import counted, named
 from kvrail.values.sampling import MAX_GRAMMAR_BYTES
 
@@ -29,6 +30,8 @@ MAX_TOKENS = 1 << 20
 """Most tokens of an output that has no end of its own: more than a context holds."""
 OPTIONS = "x-guidance"
 """The key under which a schema carries llguidance's options."""
+EITHER = "lark_or_gbnf"
+"""The key of a part that kvrail.grammar.checking puts into Lark: to find out which it is can take minutes already."""
 
 Json = dict[str, Any]
 Part = dict[str, Any]
@@ -145,6 +148,7 @@ def _listed(token_ids: Iterable[int]) -> str:
 
 def from_regex(pattern: str) -> Part:
     """Text that matches all of `pattern`, in the syntax of Rust's regex."""
+    digest(pattern)  # llguidance takes no half of a surrogate pair
     (part,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
     return dict(part)
 
@@ -160,11 +164,8 @@ def from_lark(text: str) -> Part:
 
 
 def from_lark_or_gbnf(text: str) -> Part:
-    """The same, or one in llama.cpp's GBNF."""
-    try:
-        return from_lark(grammar_from("grammar", text))
-    except ValueError as error:
-        raise InvalidRequestError(f"is neither Lark nor GBNF: {error}") from None
+    """The same, or one in llama.cpp's GBNF. The text that the checker returns has it in Lark."""
+    return {EITHER: text}
 
 
 def whole(first: Part, **others: Part) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import signal
 import threading
 from contextlib import asynccontextmanager
 
@@ -173,8 +174,19 @@ async def test_bounds(checker):
         await checker.check(long, "a")
     with pytest.raises(InvalidRequestError, match="bytes"):
         sampling_to_proto(row(0, grammar=long).params)
-    with pytest.raises(InvalidRequestError, match="surrogate"):
-        await checker.check(texts.whole(texts.from_choice(["\ud800"])), "a")
+    for make in (texts.from_lark_or_gbnf, texts.from_regex, lambda text: texts.from_choice([text])):
+        with pytest.raises(InvalidRequestError, match="surrogate"):
+            await checker.check(texts.whole(make("\ud800")), "a")
+
+
+async def test_the_process_ends_where_no_thread_can_be_had_any_more(tokenizer):
+    """As at the end of the interpreter."""
+    checker = Checker(tokenizer)
+    await checker.check(texts.whole(texts.from_choice(["a"])), "a")
+    await asyncio.get_running_loop().shutdown_default_executor()
+    process = checker._process
+    await checker.close()
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("fewer", [False, True])
@@ -186,8 +198,7 @@ async def test_logits_may_be_more_or_fewer_than_the_tokens(fewer):
     tokenizer.vocab_size = added if fewer else added + 1
     size = added if fewer else added + 100
     async with checking(tokenizer) as checker:
-        text = texts.whole(texts.from_regex("[a-z]+"))
-        await checker.check(text, "a")
+        text = await checker.check(texts.whole(texts.from_regex("[a-z]+")), "a")
     for grammars in (Grammars(lambda: tokenizer, vocab_size=size), Grammars(lambda: tokenizer)):
         matcher = (await grammars.get(text, "a")).matcher()
         assert set(tokenizer.encode("ab", False)) < set(allowed(matcher, size)) - {added}
@@ -238,7 +249,7 @@ async def test_one_clients_grammars_wait_behind_its_own(kind, tokenizer, monkeyp
         begun.append(text)
         loop.call_soon_threadsafe(first.set)
         gate.wait()
-        return ""
+        return "", ""
 
     monkeypatch.setattr(found, "_ask" if kind == "checker" else "_compile", work)
     ask = found.check if kind == "checker" else found.get
@@ -260,11 +271,34 @@ def test_a_grammar_travels_with_the_parameters():
     assert sampling_from_proto(sampling_to_proto(params)) == params
 
 
-def test_gbnf_is_read_as_lark():
-    part = texts.from_lark_or_gbnf('root ::= "a" [0-9]+')
-    assert "start" in part["lark_grammar"]
-    with pytest.raises(InvalidRequestError, match="GBNF"):
-        texts.from_lark_or_gbnf('root ::= "a')
+def gbnf(text):
+    return texts.whole(texts.from_lark("start: @answer"), answer=texts.from_lark_or_gbnf(text))
+
+
+async def test_gbnf_travels_as_lark(checker, grammars, tokenizer):
+    text = await checker.check(gbnf('root ::= "a" [0-9]+'), "a")
+    assert "start" in json.loads(text)["grammars"][1]["lark_grammar"]
+    assert accepts(await grammars.get(text, "a"), tokenizer, "a15")
+    lark = 'start: "a" /[0-9]+/'
+    same = texts.whole(texts.from_lark("start: @answer"), answer=texts.from_lark(lark))
+    assert json.loads(await checker.check(gbnf(lark), "a")) == json.loads(same)
+    with pytest.raises(InvalidRequestError, match="neither Lark nor GBNF"):
+        await checker.check(gbnf('root ::= "a'), "a")
+    with pytest.raises(InvalidRequestError, match="missing"):
+        await checker.check(gbnf("start: missing"), "a")
+
+
+CHAIN = "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(4000))
+
+
+@pytest.mark.parametrize("costly", ["\n" * 50_000, CHAIN])
+async def test_grammars_that_are_costly_to_read_are_read_by_the_process_that_can_be_lost(checker, monkeypatch, costly):
+    """Of blank lines and of a chain of rules each takes time by its square. Another client's grammar gets through."""
+    monkeypatch.setattr("llguidance.gbnf_to_lark.is_lark_syntax", None)  # of this process
+    asked = checker.check(gbnf(costly + '\nr4000 ::= "x"'), "a"), checker.check(gbnf('root ::= "a"'), "b")
+    refused, checked = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(refused, InvalidRequestError) and f"more than {CHECK_S:g} s" in str(refused)
+    assert isinstance(checked, str)
 
 
 INTEGER = {"type": "integer"}

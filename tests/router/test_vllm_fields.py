@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+from kvrail.errors import InvalidRequestError
 from kvrail.grammar import Grammars
 from kvrail.services.router.fleet import ways
+from kvrail.services.router.plan.structural import structural
 from kvrail.text import Tokenizer
 from kvrail.values.pagehash import page_digest, page_hashes
 from kvrail.wire.v1 import common_pb2, decode_pb2
@@ -187,6 +189,21 @@ async def test_structural_tags_that_cannot_be_followed(cluster: Cluster, tags, p
     answer = await cluster.chat(response_format={"type": "structural_tag", **tags})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == f"response_format.{param}", answer.text
+
+
+def test_structural_tags_are_written_at_a_cost_that_is_bounded(tokenizer: Tokenizer, monkeypatch):
+    """Special tokens are listed once, however many texts there are, and what is too long is not written to its end."""
+    looked_up, find = [], tokenizer.token
+    monkeypatch.setattr(tokenizer, "token", lambda token_id: looked_up.append(token_id) or find(token_id))
+    for kind, many in (({"type": "const_string", "value": "a"}, 100), ({"type": "regex", "pattern": "a" * 2000}, 256)):
+        tags = {"format": {"type": "sequence", "elements": [kind] * many}}
+        looked_up.clear()
+        if many == 100:
+            assert structural("p", tags, tokenizer).count('"a"') == many
+        else:
+            with pytest.raises(InvalidRequestError, match="more than 262144 bytes"):
+                structural("p", tags, tokenizer)
+        assert len(looked_up) == len(tokenizer.special_ids)
 
 
 async def test_min_tokens_beside_a_grammar_reaches_the_worker(cluster: Cluster):

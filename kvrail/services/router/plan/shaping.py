@@ -51,8 +51,7 @@ class Shaper:
         if asked is None:
             return Shape()
         grammar = await self._turns.run(client, lambda: texts.whole(asked.part()))
-        await check(self._checker, grammar, client, asked)
-        return Shape(grammar)
+        return Shape(await check(self._checker, grammar, client, asked))
 
     async def chat(self, request: ChatRequest, client: str, offer: Offer | None, prompt: Sequence[int]) -> Shape:
         """Shape of the answers to a client's chat; InvalidRequestError names the parameter. prompt: token ids."""
@@ -69,7 +68,7 @@ class Shaper:
         if asked is not None or (offer is not None and (offer.must_call or any(f.strict for f in offer.functions))):
             make = partial(self._grammar, offer, form, asked, open_thought)
             grammar, blamed = await self._turns.run(client, make)
-            await check(self._checker, grammar, client, blamed)
+            grammar = await check(self._checker, grammar, client, blamed)
         if form is None and not self._thinks:
             return Shape(grammar)
         marks = [form.opens, form.closes] if form is not None else []

@@ -9,9 +9,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from kvrail.errors import InvalidRequestError
 from kvrail.grammar import texts
 from kvrail.services.router.errors import refuse
 from kvrail.text import Tokenizer
+from kvrail.values.sampling import MAX_GRAMMAR_BYTES
 
 KINDS = ("any_text", "const_string", "json_schema", "or", "regex", "sequence", "tag", "triggered_tags")
 MAX_DEPTH = 16
@@ -42,7 +44,10 @@ class _Rules:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        specials = sorted(map(tokenizer.token, tokenizer.special_ids), key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, filter(None, specials))))
         self._rules: list[str] = []
+        self._length = 0
         self._kinds: dict[str, Callable[[str, Json, int], str]] = {
             "any_text": lambda *_: self._rule("TEXT", _ANY),
             "const_string": lambda param, value, _: self._spelled(_text(param, value, "value")),
@@ -62,6 +67,9 @@ class _Rules:
         """Add a rule; returns its name."""
         name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{mark}: {body}")
+        self._length += len(body)
+        if self._length > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(f"makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes; send a smaller one")
         return name
 
     def _format(self, param: str, value: Any, depth: int) -> str:
@@ -115,8 +123,7 @@ class _Rules:
 
     def _until(self, mark: str, text: str) -> str:
         """Text up to a mark, and the mark. A special token ends the text by itself."""
-        special = self._special(mark)
-        if special:
+        if self._special(mark):
             return f"{self._rule('TEXT', text)} {self._spelled(mark)}"
         return self._rule("until", f"{self._rule('TEXT', text)} {texts.literal(mark)}", "[lazy]")
 
@@ -129,8 +136,7 @@ class _Rules:
 
     def _special(self, text: str) -> str:
         """The special token that a text begins with; empty: none."""
-        found = map(self._tokenizer.token, self._tokenizer.special_ids)
-        return max((token for token in found if token and text.startswith(token)), key=len, default="")
+        return (self._specials.match(text) or [""])[0]
 
 
 def _items(param: str, value: Json, name: str) -> list[Any]:

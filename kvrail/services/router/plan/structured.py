@@ -49,10 +49,10 @@ class OutputFormat:
             raise (placed(error, self) if error.param is None else error) from None
 
 
-async def check(checker: Checker, text: str, client: str, asked: OutputFormat) -> None:
-    """Raise InvalidRequestError where a client's grammar cannot be used; the error names the parameter of `asked`."""
+async def check(checker: Checker, text: str, client: str, asked: OutputFormat) -> str:
+    """A client's grammar as workers take it; InvalidRequestError names the parameter of `asked`."""
     try:
-        await checker.check(text, client)
+        return await checker.check(text, client)
     except InvalidRequestError as error:
         raise placed(error, asked) from None
 
