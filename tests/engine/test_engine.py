@@ -7,7 +7,7 @@ import pytest
 
 from kvrail.engine.batch.batch import NOT_DRAWN, SampleRow, SequenceSlice
 from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
-from kvrail.engine.request.requests import EngineRequest
+from kvrail.engine.request.requests import EngineRequest, Resumed
 from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.values.sampling import FinishReason, SamplingParams
@@ -429,6 +429,24 @@ def test_limits_are_enforced_with_clear_errors():
         bench.submit("d", [1])
     bench.run()
     assert bench.tokens("b") == expected([2] * 20, 8)
+
+
+@pytest.mark.parametrize("done", [90, 99, 100, 5000])
+def test_output_that_is_resumed_counts_towards_the_context(done):
+    """The output of a sequence that has ended does not: it is not computed again."""
+    bench = Bench(num_pages=40, max_running=4)
+    params = SamplingParams(max_tokens=10**6, n=2)
+
+    def submit(name, *resumed):
+        bench.engine.submit(EngineRequest(name, (1,) * 20, params, resumed=resumed))
+
+    submit("long before", Resumed((1,) * 90), Resumed((1,) * done, ended=True))
+    if done < 100:
+        submit("a", Resumed((1,) * done), Resumed(()))
+    else:
+        with pytest.raises(ContextLengthError, match=f"resumed output have {20 + done} tokens; .* context is 120"):
+            submit("a", Resumed((1,) * done), Resumed(()))
+    bench.run()
 
 
 def test_the_context_ends_a_sequence():

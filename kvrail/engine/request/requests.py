@@ -79,7 +79,7 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
         raise InvalidRequestError("the grammar was not compiled; compile it before the request is submitted")
     if not prompt:
         raise InvalidRequestError("the prompt is empty; give at least one token", param="prompt")
-    _check_resumed(request.resumed, request.params)
+    length = len(prompt) + _longest_resumed(request.resumed, request.params)
     tokens = itertools.chain(prompt, *(each.token_ids for each in request.resumed))
     outside = [token for token in tokens if not 0 <= token < limits.vocab_size]
     if outside:
@@ -96,10 +96,10 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
             raise InvalidRequestError(
                 f"{name} names token id {unknown[0]}; the vocabulary has {limits.vocab_size}", param=name
             )
-    if len(prompt) >= limits.max_model_len:
+    if length >= limits.max_model_len:
         raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens; the model's context is {limits.max_model_len} tokens,"
-            " with room for at least one more; shorten the prompt",
+            f"{'the prompt has' if length == len(prompt) else 'prompt and resumed output have'} {length} tokens;"
+            f" the model's context is {limits.max_model_len} tokens, with room for at least one more; shorten it",
             param="prompt",
         )
     longest = min(len(prompt) + (0 if request.prefill_only else request.params.max_tokens), limits.max_model_len)
@@ -111,9 +111,9 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
         )
 
 
-def _check_resumed(resumed: Sequence[Resumed], params: SamplingParams) -> None:
+def _longest_resumed(resumed: Sequence[Resumed], params: SamplingParams) -> int:
     if not resumed:
-        return
+        return 0
     if len(resumed) != params.n or all(each.ended for each in resumed):
         ended = sum(each.ended for each in resumed)
         raise InvalidRequestError(
@@ -121,8 +121,7 @@ def _check_resumed(resumed: Sequence[Resumed], params: SamplingParams) -> None:
             " at least one of them not ended",
             param="resumed",
         )
-    longest = max(len(each.token_ids) for each in resumed if not each.ended)
-    if longest >= params.max_tokens:
-        raise InvalidRequestError(
-            f"{longest} tokens cannot be resumed with max_tokens {params.max_tokens}", param="resumed"
-        )
+    most = max(len(each.token_ids) for each in resumed if not each.ended)
+    if most >= params.max_tokens:
+        raise InvalidRequestError(f"{most} tokens cannot be resumed at max_tokens {params.max_tokens}", param="resumed")
+    return most
