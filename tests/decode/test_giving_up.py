@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrail.errors import WorkerUnavailableError
+from kvrail.errors import DeadlineError, OverloadedError, WorkerUnavailableError
 from kvrail.services.decode.fetch_attempt import FetchAttempt
 from kvrail.services.decode.local import LocalFallbacks
 from kvrail.services.decode.prompt_fetch import PromptFetch
@@ -63,6 +63,38 @@ async def test_a_data_connection_is_closed(given_up):
     with pytest.raises(asyncio.CancelledError if given_up else WorkerUnavailableError):
         await asking
     assert payloads.closed and attempt._first.cancelled()
+
+
+@pytest.mark.parametrize("error", [OverloadedError, DeadlineError, WorkerUnavailableError])
+async def test_a_transport_is_avoided_where_it_may_have_failed(error):
+    """Not where the worker, which had accepted, has no room or time for the request."""
+    avoided, failed = [], []
+
+    @contextlib.asynccontextmanager
+    async def asked(*_):
+        yield
+
+    async def receive():
+        raise error("not now")
+
+    received = SimpleNamespace(transport="ucx", payload_bytes=0)
+    chooser = SimpleNamespace(link_bytes_per_s=lambda _: 0, observe_link=lambda *_: None)
+    fetch = made(
+        PromptFetch,
+        _fetcher=SimpleNamespace(
+            chooser=chooser,
+            workers=SimpleNamespace(client=lambda _: None),
+            avoided=lambda _: (),
+            avoid=lambda *pair: avoided.append(pair),
+        ),
+        _progress=SimpleNamespace(committed=False),
+        _until=None,
+    )
+    breaker = SimpleNamespace(begin=lambda: 0.0, failed=failed.append, left=lambda _: None)
+    attempt = SimpleNamespace(received=received, crossing=None, asked=asked, receive=receive)
+    assert not await fetch._from_worker("p:1", breaker, attempt)
+    expected = error is WorkerUnavailableError
+    assert (avoided, failed) == (([("p:1", "ucx")], [0.0]) if expected else ([], []))
 
 
 async def test_tokens_that_were_to_be_computed_here_no_longer_wait():

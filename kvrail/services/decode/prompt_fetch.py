@@ -152,8 +152,8 @@ class PromptFetch:
             logger.warning("prefill worker %s failed: %s", address, error)
             if not isinstance(error, OverloadedError | DeadlineError):
                 breaker.failed(began)
-            if received.transport and not received.payload_bytes:
-                fetcher.avoid(address, received.transport)
+                if received.transport and not received.payload_bytes:
+                    fetcher.avoid(address, received.transport)
             return False
         finally:
             breaker.left(began)
