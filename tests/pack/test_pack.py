@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import struct
 import sys
@@ -133,6 +134,31 @@ def test_what_cannot_be_packed_is_named(model, tmp_path, kvrail, source, out, wo
     assert sums(tmp_path) == before
 
 
+@pytest.mark.parametrize("out", [".", "/"])
+def test_a_folder_without_a_name_exists_already(model, tmp_path, kvrail, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    status, error = kvrail("pack", model, out)
+    assert status == 2 and f"OUT {out} exists already" in error.replace("\n", " ")
+
+
+def test_files_that_are_read_only_stay_so(model, tmp_path, kvrail, monkeypatch):
+    """Root may write what is read-only, others may not: no such file is open when it is put on the disk."""
+    fsync, modes = os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda handle: modes.append(os.fstat(handle).st_mode) or fsync(handle))
+    source = copy(model, tmp_path / "source")
+    (source / "config.json").chmod(0o444)
+    copied = tmp_path / "out.partial" / "config.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "sync_folder", lambda folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            kvrail("pack", source, tmp_path / "out")
+    assert copied.stat().st_mode & 0o777 == 0o444
+    assert kvrail("pack", source, tmp_path / "out") == (0, "")
+    assert kvrail("unpack", tmp_path / "out", tmp_path / "back") == (0, "")
+    assert (tmp_path / "back" / "config.json").stat().st_mode & 0o777 == 0o444
+    assert modes and all(mode & 0o200 for mode in modes)
+
+
 def test_a_torn_safetensors_file_is_named(model, tmp_path, kvrail):
     torn = copy(model, tmp_path / "torn")
     path = torn / "model-00002-of-00002.safetensors"
@@ -251,6 +277,14 @@ def test_another_job_does_not_go_on_with_it(model, tmp_path, kvrail, monkeypatch
     other = copy(model, tmp_path / "other")
     status, error = kvrail("pack", other, tmp_path / "out")
     assert status == 2 and "out.partial was begun by another run" in error
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "copy_files", stop)
+        with pytest.raises(KeyboardInterrupt):
+            kvrail("pack", model, tmp_path / "delta", "--base", other)
+    shutil.rmtree(other)
+    make_folder(other, tensors_of(seed=2))
+    status, error = kvrail("pack", model, tmp_path / "delta", "--base", other)
+    assert status == 2 and "delta.partial was begun by another run" in error
     with journal.work_on(tmp_path / "busy", {}):
         status, error = kvrail("pack", model, tmp_path / "busy")
         assert status == 2 and "another process is at work on" in error

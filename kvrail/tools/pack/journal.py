@@ -76,7 +76,7 @@ def work_on(out: Path, identity: dict[str, Any]) -> Iterator[Journal | None]:
     identity: what the folder is made of. None is given where `out` is complete already and only its journal was left.
     Raises ConfigError where `out` exists, another process works on it, or what lies there is of another job.
     """
-    partial, path = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.journal")
+    partial, path = Path(f"{out}.partial"), Path(f"{out}.journal")  # OUT may be "." or "/", which have no name
     first = json.dumps(identity, sort_keys=True).encode()
     if out.exists() and not path.exists():
         raise ConfigError(f"OUT {out} exists already; name another folder or delete it")
@@ -173,6 +173,9 @@ def copy_files(source: Path, target: Path, files: Sequence[Path]) -> None:
     for path in files:
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, copy)
-        with copy.open("r+b") as file:
+        copy.unlink(missing_ok=True)  # of a run before: it may be read-only
+        with path.open("rb") as read, copy.open("xb") as file:
+            shutil.copyfileobj(read, file)
+            file.flush()
             os.fsync(file.fileno())
+        shutil.copystat(path, copy)

@@ -48,8 +48,9 @@ def check_model(folder: Path, out: Path, pattern: str, remedy: str) -> list[Path
 
 
 def identity_of(command: str, files: list[Path], base: Path | None) -> dict[str, object]:
-    """What identifies a job: its files by path, size and time of change."""
-    weights = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    """What identifies a job: its files and those of its base, by path, size and time of change."""
+    known = files if base is None else [*files, *sorted(base.glob(WEIGHTS))]
+    weights = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in known]
     return {"command": command, "version": 1, "weights": weights, "base": base and str(base.resolve())}
 
 
