@@ -218,12 +218,17 @@ class _Host:
         self._thread.join()
 
     def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._until_end())
+        """Not by asyncio.Runner: its end starts a thread, and at the interpreter's end none can be had."""
+        self._loop.run_until_complete(self._until_end())
+        self._loop.close()
 
     async def _until_end(self) -> None:
         await self._ends.wait()
         await self._checker.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 @contextmanager

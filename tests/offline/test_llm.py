@@ -270,6 +270,20 @@ def test_close_ends_what_runs_and_its_threads():
         llm.generate("o")
 
 
+def test_it_ends_where_no_thread_can_be_had(monkeypatch):
+    """As at the end of the interpreter, of Python 3.12 and later."""
+    llm, raised = LLM(folder(), **OPTIONS), []
+    llm.generate("o", SamplingParams(structured_outputs={"choice": ["ab"]}))
+
+    def start(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    llm.close()
+    assert raised == []
+
+
 def test_threads_end_with_the_object():
     before = engine_threads()
     llm = LLM(folder(), **OPTIONS)
