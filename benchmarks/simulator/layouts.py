@@ -20,7 +20,7 @@ from kvrail.services.router.fleet.ways import Slo
 from kvrail.tools.bench.trace import Request
 
 SPEEDS = {
-    "h200": Speed(prefill_s=27.2e-6, attend_s=0.6e-9, step_s=4.95e-3, each_s=4e-5, mixed=0.78),
+    "h200": Speed(prefill_s=25.6e-6, attend_s=2.5e-9, step_s=4.95e-3, each_s=4e-5, mixed=0.79),
     "h100": Speed(prefill_s=27.5e-6, attend_s=2.5e-9, step_s=6.6e-3, each_s=5e-5),
 }
 """Qwen3-8B's shape. benchmarks/results: roles-2026-11-29-2xh200.md, roles-2026-11-28-2xh100.md; prompts of the H200:
