@@ -8,14 +8,13 @@ token, which the decode kernel computes.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
-from time import perf_counter
 
 import numpy as np
 import torch
 
+from benchmarks.engine_attention import captured_s
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.shares import shares_of
 from kvrail.engine.attention.triton.decode_kernel import decode_attention
@@ -24,7 +23,7 @@ from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill
 from kvrail.engine.kv.formats import LayerPages
 
 KV_HEADS, DIM, PAGE = 8, 128, 64
-_LAUNCHES, _REPLAYS, _POOLS = 40, 9, 4
+_LAUNCHES, _POOLS = 40, 4
 """Launches go over several pools in turn, so that no cache holds their pages."""
 
 
@@ -88,19 +87,7 @@ class Sequence:
             for number in range(_LAUNCHES):
                 launch(self.pools[number % _POOLS])
 
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        times = []
-        for _ in range(_REPLAYS):
-            torch.cuda.synchronize()
-            begin = perf_counter()
-            graph.replay()
-            torch.cuda.synchronize()
-            times.append(1e6 * (perf_counter() - begin) / _LAUNCHES)
-        return statistics.median(times)
+        return 1e6 * captured_s(run) / _LAUNCHES
 
 
 def main() -> None:

@@ -8,14 +8,13 @@ Logits are random, three times a standard normal; launches are captured. --progr
 
 import argparse
 import math
-import statistics
 import sys
 from collections.abc import Sequence
 from itertools import cycle, islice
-from time import perf_counter
 
 import torch
 
+from benchmarks.engine_attention import captured_s
 from kvrail.engine.sampling.draw import DrawParams, draw_on_cpu, draw_words
 from kvrail.engine.sampling.sampling_kernels import PROGRAMS, begin_draw, launch_draw
 
@@ -27,7 +26,7 @@ KINDS = {
     "0.6, top_k 20, top_p 0.95": (0.6, 20, 0.95),
 }
 """temperature, top_k, top_p"""
-_LAUNCHES, _REPLAYS = 20, 9
+_LAUNCHES = 20
 
 
 def params_of(kinds: Sequence[str], rows: int) -> list[DrawParams]:
@@ -49,18 +48,7 @@ def microseconds(logits: torch.Tensor, params: Sequence[DrawParams], programs: i
         for _ in range(_LAUNCHES):
             launch_draw(logits, words, out, programs)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(_REPLAYS):
-        begin = perf_counter()
-        graph.replay()
-        torch.cuda.synchronize()
-        times.append(1e6 * (perf_counter() - begin) / _LAUNCHES)
-    return statistics.median(times)
+    return 1e6 * captured_s(run) / _LAUNCHES
 
 
 def main() -> None:

@@ -48,10 +48,10 @@ def _microseconds(bench: Bench, slices: list[SequenceSlice]) -> float:
         for layer in range(_LAUNCHES):
             paged_attention(query, key, value, cache.layer(layer % layout.num_layers), meta, options)
 
-    return _captured(run) / _LAUNCHES * 1e6
+    return captured_s(run) / _LAUNCHES * 1e6
 
 
-def _captured(run: Callable[[], None]) -> float:
+def captured_s(run: Callable[[], None]) -> float:
     """Median seconds of a replay."""
     run()
     torch.cuda.synchronize()

@@ -244,6 +244,9 @@ def test_prompts_wait_less_for_workers_that_have_no_time_to_spare():
     gone = worker("q", state=WorkerState.DOWN)
     assert patience_s(worker("p", tokens_per_s=36_000), gone, helped=4_000) == BUSY_WAIT * 0.2
     assert patience_s() == 0.2
+    both = [worker("a", tokens_per_s=40_000), worker("b", tokens_per_s=0, recent_per_s=0)]
+    waits = {split: Snapshot(both, both, Slo(), split).patience_s(0.2) for split in (None, 1, 2)}
+    assert waits == {None: 0.2, 1: BUSY_WAIT * 0.2, 2: 0.2}  # by those that are to compute prompts
     assert Snapshot([], [worker("p", tokens_per_s=90_000)], Slo()).patience_s(math.inf) == math.inf
 
 

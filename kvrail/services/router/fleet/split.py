@@ -13,7 +13,7 @@ MIXED = 0.7
 """Part of a prompt's time that sequences beside it wait for: a step reads the weights once for both."""
 SPARE, STAYS_SPARE = 0.15, -0.05
 """Part of their time that workers for prompts have to spare for prompts to be split off, so that these wait little
-however they come, and to stay so while they wait little."""
+however they come, and to stay so while they wait little: a closed loop asks for all that its workers can compute."""
 MOST_SPARE = 0.3
 """Time to spare of k workers, at most this times sqrt(k) of one: many level out what comes at random."""
 WAIT = 0.6
