@@ -208,17 +208,18 @@ async def test_a_worker_that_stops_has_sent_what_it_has(pair):
     worker, _, rpc, channel = pair
     stub = decode_pb2_grpc.DecodeStub(channel)
     stream, number = await opened(stub)
-    await stub.Submit(decode_pb2.SubmitRequest(stream=number, number=1, request=ask("count 500")))
-    await until(lambda: worker.told == 500 and not worker.running)
+    for n in range(1, 5 * MAX_UNTAKEN_MESSAGES + 1):
+        await stub.Submit(decode_pb2.SubmitRequest(stream=number, number=n, request=ask("count 1")))
+    await until(lambda: worker.told == n and not worker.running)
     flushed = asyncio.create_task(rpc.decode.flushed())
     await asyncio.wait([flushed], timeout=0.1)
     assert not flushed.done()
-    replies, ended = 0, False
-    while not ended:
-        (part,) = (await stream.read()).requests
-        replies, ended = replies + len(part.replies), part.HasField("end")
+    replies = ended = 0
+    while ended < n:
+        for part in (await stream.read()).requests:
+            replies, ended = replies + len(part.replies), ended + part.HasField("end")
         await stream.write(decode_pb2.EventsRequest(taken=1))
-    assert replies == 500
+    assert replies == n
     await asyncio.wait_for(flushed, 10)
     stream.cancel()
 
