@@ -43,7 +43,12 @@ def test_no_alert_is_untested():
 
 @pytest.mark.parametrize(
     ("rule", "broken"),
-    [("> 0.95", "> 0.97"), ('role=~"decode|both"}) == 0', 'role=~"decode|both"}) == 1'), ("for: 2m", "for: 9m")],
+    [
+        ("> 0.95", "> 0.97"),
+        ("(kvrail_queue_prompts)) == 0", "(kvrail_queue_prompts)) == 1"),
+        (" or 0 * sum by (model_name) (kvrail_queue_prompts)", ""),
+        ("for: 2m", "for: 9m"),
+    ],
 )
 def test_a_broken_rule_is_seen(promtool, tmp_path, rule, broken):
     text = (RULES / "alerts.yml").read_text()

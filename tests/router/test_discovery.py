@@ -62,6 +62,8 @@ async def test_a_name_that_does_not_resolve_yet(tokenizer: Tokenizer, zone: Zone
         said = await health(cluster)
         assert said["status"] == "starting"
         assert said["decode_workers"] == {}
+        metrics = (await cluster.http.get("/metrics")).text  # what the alert KvrailNoDecodeWorker then rests on
+        assert "kvrail_worker_up{" not in metrics and f'kvrail_queue_prompts{{model_name="{MODEL}"}} 0.0' in metrics
         await until(lambda: "known" in cluster.service.pool.unresolved[DECODE])
         message = error_of(await cluster.chat(), 503, "worker_unavailable")
         assert f"{DECODE} does not resolve: Name or service not known" in message
