@@ -29,8 +29,9 @@ A setting comes from a flag, an environment variable, a TOML file (`--config FIL
 wins. All three have the same name: `--kv-dtype`, `KVRAIL_DECODE_KV_DTYPE` and `kv_dtype = "float8_e4m3fn"` in the file.
 Settings are checked at the start, before anything is loaded, and never change afterwards. No duration may be above 1e9.
 
-A TOML file describes a whole cluster. Keys at the top hold for every process that has them; the tables `[router]`,
-`[prefill]`, `[decode]` and `[up]` hold for one and win over the top:
+A TOML file describes a whole cluster. Settings of every service or of every worker may stand at its top, and hold for
+each process that has them. The tables `[router]`, `[prefill]`, `[decode]`, `[worker]` and `[up]` hold for one process
+and win over the top:
 
 ```toml
 model = "Qwen/Qwen3-8B"

@@ -17,17 +17,17 @@ from kvrail.config.origins import flag_name
 from kvrail.config.settings import DEMO_MODEL, Settings
 
 GROUPS = {
-    "cluster": "prefill_workers decode_workers startup_timeout_s restarts",
+    "cluster": "workers prefill_workers decode_workers startup_timeout_s restarts",
     "network": "host port metrics_port admin_host admin_port",
     "model": "model served_model_name load_format max_model_len generation_config override_generation_config"
     " tool_parser reasoning_parser",
-    "compute": "device dtype max_batch_tokens mixed_batch_tokens max_running max_waiting step_timeout_s eager"
+    "compute": "device dtype weights max_batch_tokens mixed_batch_tokens max_running max_waiting step_timeout_s eager"
     " invariant",
     "KV cache": "kv_dtype kv_cache kv_quality page_size kv_memory_gib prefix_cache",
     "KV transfer": "local_prefill_tokens codec allow_lossy max_drafts codebook transport ucx_in_clear ucx_host"
     " data_port transfer_memory_mib transfer_timeout_s allowed_prefill_workers",
     "requests": "api_keys api_keys_file request_timeout_s max_concurrent_requests prefill_wait_s newcomer_share"
-    " slo_ttft_ms slo_gap_ms priorities trust_request_chat_template policy stored_responses_mib",
+    " slo_ttft_ms slo_gap_ms priorities trust_request_chat_template policy stored_responses_mib status_page",
     "connections": "trusted_proxies cors_origins max_body_bytes client_timeout_s stream_head_s keep_alive_s",
     "security": "tls_ca tls_cert tls_key tls_verify metrics_tls tls_http_cert tls_http_key",
     "process": "log_level log_format otlp_endpoint grace_period_s",
@@ -206,7 +206,7 @@ def _facts(field: FieldInfo) -> str:
     elif isinstance(value, bool):
         shown = "on" if value else "off"
     elif isinstance(value, tuple | dict):
-        shown = ",".join(value) or "none"
+        shown = ",".join(value) or ("" if "default: " in str(field.description) else "none")
     else:
         shown = f"{value:g}" if isinstance(value, float) else str(value)
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()

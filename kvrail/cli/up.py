@@ -30,7 +30,7 @@ examples:
   kvrail up --prefill-workers 2 --decode-workers 2 --port 9000
   kvrail up --workers 2                            two workers that prefill and decode
   kvrail up --config cluster.toml"""
-SERVE_SUMMARY = "kvrail up with the model as an operand"
+SERVE_SUMMARY = "run a whole cluster with MODEL on this machine: kvrail up --model MODEL"
 SERVE_EPILOG = """All flags of kvrail up but --model.
 
 examples:

@@ -19,7 +19,7 @@ STEPS_AHEAD = 2
 USUAL_TOKEN_S = 5e-5
 """Seconds per token of a prompt on a worker without measurements: 20,000 tokens a second."""
 USUAL_SEQUENCE_S = 1e-4
-"""Seconds that a sequence adds to its steps; an 8B model on an H200 needs a fifth (README, "Measured")."""
+"""Seconds that a sequence adds to its steps; an 8B model on an H200 needs a fifth (docs/scheduling.md)."""
 
 
 class WorkerState(StrEnum):
