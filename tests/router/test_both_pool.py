@@ -4,6 +4,7 @@ import pytest
 
 from kvrail.config.settings import RouterSettings
 from kvrail.services.router.fleet.demand import SECONDS
+from kvrail.services.router.fleet.fleet import scrape_targets
 from kvrail.services.router.fleet.policy import WorkerState
 from kvrail.services.router.fleet.worker import BothWorker
 from kvrail.services.router.fleet.workers import STATUS_INTERVAL_S, WorkerPool
@@ -26,7 +27,9 @@ async def test_one_object_stands_in_both_pools_with_one_load():
         assert worker is found.prefill["a:1"] and isinstance(worker, BothWorker)
         assert set(found.describe("both")) == {"a:1", "b:1"} and not found.describe("decode")
         assert found.candidates()[1] == []  # no status has said that they prefill
-        worker.answer = common_pb2.WorkerStatus(roles=["prefill", "decode"], max_running=8)
+        worker.answer = common_pb2.WorkerStatus(roles=["prefill", "decode"], max_running=8, metrics_port=9103)
+        targets = scrape_targets(found, "r:1", vllm=False, router_tls=False)
+        assert targets[1:] == [{"targets": ["a:9103"], "labels": {"service": "worker", "worker": "a:1"}}]
         worker.compute(100)
         worker.take(1, 1, [])
         decode, prefill = found.candidates()

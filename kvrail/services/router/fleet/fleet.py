@@ -46,7 +46,8 @@ def scrape_targets(pool: WorkerPool, router: str, *, vllm: bool, router_tls: boo
     for worker in pool.workers:
         address = _metrics_address(worker)  # empty where it has reported no port
         if worker.answer and address and not (vllm and worker.role == "prefill"):
-            labels = {"service": worker.role, "worker": worker.target}
+            service = "worker" if worker.role == "both" else worker.role  # the command that runs it
+            labels = {"service": service, "worker": worker.target}
             found.append(group(address, worker.answer.metrics_tls, labels))
     return found
 
