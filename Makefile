@@ -13,7 +13,7 @@ GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
 # Damaged payloads, every bit pattern, odd sizes; all of it would take hours under compute-sanitizer.
-MEMCHECKED := tests/gpu/test_splitzip.py tests/gpu/test_entropy.py tests/codec/test_progressive_gpu.py \
+MEMCHECKED := tests/gpu/test_splitzip.py tests/gpu/test_entropy.py tests/codec/test_progressive_ans_gpu.py \
 	tests/codec/test_lynx_kernels.py \
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 

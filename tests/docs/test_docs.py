@@ -44,6 +44,14 @@ def test_links_lead_somewhere(page):
     assert dead_links(page, (ROOT / page).read_text()) == []
 
 
+def test_what_the_makefile_names_is_there():
+    text = (ROOT / "Makefile").read_text()
+    paths = re.findall(r"\b(?:tests|scripts|deploy)/[\w./-]*\w", text)
+    modules = [name.replace(".", "/") for name in re.findall(r"-m ((?:benchmarks|tests|deploy)[\w.]*)", text)]
+    found = [*paths, *(f"{name}.py" if (ROOT / f"{name}.py").exists() else f"{name}/__main__.py" for name in modules)]
+    assert len(found) > 50 and [name for name in found if not (ROOT / name).exists()] == []
+
+
 def test_a_dead_link_is_seen():
     text = "[a](nowhere.md) [b](README.md#no-such) [c](README.md#try-it) [d](https://x.test/y)\n```\n[e](z)\n```\n"
     assert dead_links(Path("README.md"), text) == ["nowhere.md", "README.md#no-such"]
