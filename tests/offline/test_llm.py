@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -334,11 +335,11 @@ def test_the_example_answers(capsys):
     assert told.count("\nA socket is") == 4
 
 
-def test_the_quick_start_runs(capsys):
-    page = (ROOT / "docs" / "quick-start.md").read_text()
-    (block,) = re.findall(r"^```python\n(from kvrail import LLM.*?)^```", page, re.M | re.S)
-    exec(block.replace("models/kvrail-demo", folder()))
-    assert capsys.readouterr().out.startswith("A pipe connects")
+@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
+def test_what_a_newcomer_runs_answers(page, capsys):
+    (block,) = re.findall(r"```python\n( *from kvrail import LLM.*?)```", (ROOT / page).read_text(), re.S)
+    exec(textwrap.dedent(block).replace("models/kvrail-demo", DEMO_MODEL))
+    assert capsys.readouterr().out.startswith("A pipe connects the output of one process")
 
 
 def test_the_page_names_every_argument():
