@@ -92,7 +92,7 @@ async def test_errors_have_anthropics_shape(claude, cluster: Cluster):
         await claude.messages.create(model=MODEL, max_tokens=5, messages=[{"role": "user", "content": [image]}])
     assert caught.value.body["type"] == "error"
     assert caught.value.body["error"]["type"] == "invalid_request_error"
-    assert caught.value.body["request_id"] == caught.value.response.headers["x-request-id"]
+    assert caught.value.body["request_id"] == caught.value.request_id == caught.value.response.headers["x-request-id"]
     with pytest.raises(anthropic.NotFoundError):
         await claude.messages.create(model="other", max_tokens=5, messages=HI)
     with pytest.raises(anthropic.BadRequestError, match="context"):
@@ -112,9 +112,11 @@ async def test_errors_have_anthropics_shape(claude, cluster: Cluster):
     with pytest.raises(anthropic.RateLimitError):
         await claude.messages.create(model=MODEL, max_tokens=5, messages=HI)
     cluster.decode[0].script = failing(WorkerUnavailableError("gone"), after=2)
-    with pytest.raises(anthropic.APIStatusError, match="gone"):
-        async for _ in await claude.messages.create(model=MODEL, max_tokens=5, messages=HI, stream=True):
+    stream = await claude.messages.create(model=MODEL, max_tokens=5, messages=HI, stream=True)
+    with pytest.raises(anthropic.APIStatusError, match="gone") as caught:
+        async for _ in stream:
             pass
+    assert caught.value.body["request_id"] == stream.response.headers["x-request-id"]
 
 
 async def test_keys(tokenizer: Tokenizer):

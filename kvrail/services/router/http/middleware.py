@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrail.errors import AuthenticationError
 from kvrail.runtime.logs import bound_request_id
 from kvrail.security.keyfile import KeyFile
-from kvrail.services.router.errors import error_response
+from kvrail.services.router.errors import error_response, is_anthropic
 from kvrail.services.router.http.clients import client_of
 from kvrail.services.router.page import routes as page
 from kvrail.telemetry.moments import Moment, Timeline
@@ -88,12 +88,13 @@ class RequestContext:
         # A client may send one id twice; on the wire ids are unique.
         state["wire_id"] = minted if request_id is minted else f"{request_id}-{minted[:8]}"
 
+        names = ("x-request-id", "request-id") if is_anthropic(scope["path"]) else ("x-request-id",)
         status = LEFT
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message).update(dict.fromkeys(names, request_id))
                 status = message["status"]
             await send(message)
 

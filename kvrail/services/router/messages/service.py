@@ -25,11 +25,12 @@ class MessagesCall(ApiCall):
 
     def writer(self, plan: Plan) -> MessageWriter:
         """A message."""
-        return MessageWriter(f"msg_{self.wire_id}", self.name, plan.prompt_tokens, plan.new_reader())
+        message_id, request_id = f"msg_{self.wire_id}", self.state.request_id
+        return MessageWriter(message_id, self.name, plan.prompt_tokens, plan.new_reader(), request_id)
 
     def failure(self, error: KvrailError) -> bytes:
         """An error event."""
-        return failure_event(error)
+        return failure_event(error, self.state.request_id)
 
 
 async def count(service: RouterService, request: Prompted, client: str) -> dict[str, Any]:

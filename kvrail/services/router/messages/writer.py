@@ -28,9 +28,9 @@ EVENTS = (
 PING = encode_named({"type": "ping"})
 
 
-def failure_event(error: KvrailError) -> bytes:
+def failure_event(error: KvrailError, request_id: str) -> bytes:
     """The event of an error."""
-    return encode_named(anthropic_error(str(error), to_http(error)[0], None))
+    return encode_named(anthropic_error(str(error), to_http(error)[0], request_id))
 
 
 class MessageWriter:
@@ -38,7 +38,9 @@ class MessageWriter:
 
     greets = False  # as with OpenAI's older APIs, the first event goes with the first token
 
-    def __init__(self, message_id: str, model: str, prompt_tokens: int, reader: OutputReader) -> None:
+    def __init__(
+        self, message_id: str, model: str, prompt_tokens: int, reader: OutputReader, request_id: str
+    ) -> None:
         self._message: Json = {
             "id": message_id,
             "type": "message",
@@ -52,7 +54,7 @@ class MessageWriter:
             "diagnostics": None,
             "usage": _usage(prompt_tokens, 0, 0, 0),
         }
-        self._reader = reader
+        self._reader, self._request_id = reader, request_id
         self._blocks: list[Json] = []
         self._open = ""  # kind of the last block, where more of it may come
         self._arguments = ""  # of the call that is open
@@ -75,7 +77,7 @@ class MessageWriter:
 
     def failure(self, error: KvrailError) -> bytes:
         """An error; nothing follows it."""
-        return failure_event(error)
+        return failure_event(error, self._request_id)
 
     def add(self, update: Delta | Scored) -> None:
         """Collect new output; this API has no log probabilities of prompts."""
