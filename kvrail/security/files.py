@@ -7,7 +7,7 @@ from kvrail.errors import ConfigError
 
 
 def write_whole(path: Path, content: bytes, mode: int) -> None:
-    """Put a file in place as a whole, at no moment readable by more than `mode` says; owner and group stay.
+    """Put a file in place as a whole; `mode`: what others may. Owner, group and what the group may stay.
 
     Raises ConfigError where they cannot stay. Where it raises, the old file is there, and nothing else is.
     """
@@ -19,7 +19,7 @@ def write_whole(path: Path, content: bytes, mode: int) -> None:
             if path.exists():  # who reads it must be able to read the new one, whatever the umask
                 old = path.stat()
                 os.fchown(descriptor, old.st_uid, old.st_gid)
-                os.fchmod(descriptor, old.st_mode & mode)
+                os.fchmod(descriptor, old.st_mode & (mode | 0o060))
             file.write(content)
         scratch.replace(path)
     except PermissionError as error:

@@ -137,7 +137,9 @@ def test_the_command_makes_what_openssl_verifies(tmp_path, capsys):
     status, _, error = made(capsys, out)
     assert status == 2 and "has ca.key, ca.pem, decode.key" in error and "--renew" in error
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / "decode.key").chmod(0o640)  # a service of another user reads it by its group
     assert made(capsys, out, "--renew", "--roles", "decode")[0] == 0
+    assert (out / "decode.key").stat().st_mode & 0o777 == 0o640
     changed = {path.name for path in out.iterdir() if path.read_bytes() != before[path.name]}
     assert changed == {"decode.pem", "decode.key"}
     kept = {path.name: path.read_bytes() for path in out.iterdir()}
