@@ -54,6 +54,7 @@ class ClientConnection(HttpToolsProtocol):
         self._writing: asyncio.TimerHandle | None = None
         self._in_body = False
         self._head_bytes = self._fields_bytes = self._body_bytes = 0
+        self._refusing = False  # whatever comes, since it follows what was no request
         self._upgrade: int | None = None  # where the parser stopped before another protocol
         self._unanswered: deque[RequestResponseCycle] = deque()  # requests whose answers are not complete, in order
 
@@ -79,15 +80,15 @@ class ClientConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; an unfinished request gets a deadline."""
-        if self.transport.is_closing():
+        if self._ended:
             return
         self._head_bytes += len(data)
         super().data_received(data)
-        while self._upgrade is not None and not self.transport.is_closing():
+        while self._upgrade is not None and not self._ended:
             data, self._upgrade = self._without_upgrade() + data[self._upgrade :], None
             self.parser = self._new_parser()
             super().data_received(data)
-        if self.transport.is_closing():
+        if self._ended:
             return
         if not self._in_body and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
@@ -201,6 +202,11 @@ class ClientConnection(HttpToolsProtocol):
         return bool(idle)
 
     @property
+    def _ended(self) -> bool:
+        """Whether nothing more is read."""
+        return self._refusing or self.transport.is_closing()
+
+    @property
     def _answering(self) -> bool:
         """Whether a request has arrived whole and its answer is not complete yet."""
         return len(self._unanswered) > self._asking
@@ -255,8 +261,16 @@ class ClientConnection(HttpToolsProtocol):
         self._refuse(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes; send fewer", "headers_too_large")
 
     def _refuse(self, status: int, message: str, code: str | None) -> None:
-        """Answer with an error and end the connection; where an answer is under way, only end the connection."""
-        if not self._answering and not (self._in_body and self.cycle.response_started):
+        """Answer with an error and end the connection; where answers are due, end it behind the last of them."""
+        if self._answering:
+            self._unanswered[-1 - self._asking].keep_alive = False
+            if self._asking:  # its application has not begun
+                self._unanswered.pop()
+                self.pipeline.popleft()
+            self._refusing = True
+            self._stop_reading()
+            return
+        if not (self._in_body and self.cycle.response_started):
             kind = INVALID if status < 500 else "service_unavailable_error"
             content = json.dumps(error_object(message, kind, None, code)).encode()
             head = b"content-type: application/json\r\nconnection: close\r\n"
