@@ -152,6 +152,20 @@ async def test_a_call_of_a_tool_ends_the_message_whatever_follows(tokenizer: Tok
         assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [('{"a": NaN, "b": [-Infinity, 1e999, 1.5]}', {"a": None, "b": [None, None, 1.5]}), ('{"a": ' + "[" * 1500, {})],
+)
+async def test_arguments_that_are_no_json_are_told_as_far_as_json_can(tokenizer: Tokenizer, arguments: str, read):
+    async with (
+        roomy(tokenizer) as cluster,
+        anthropic.AsyncAnthropic(base_url=cluster.url, api_key="unused", max_retries=0) as claude,
+    ):
+        cluster.decode[0].script = saying(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>', 100)
+        answer = await claude.messages.create(model=MODEL, max_tokens=2000, tools=[{"name": "f"}], messages=HI)
+        assert answer.content[0].input == read
+
+
 async def test_tools(tokenizer: Tokenizer):
     async with (
         roomy(tokenizer) as cluster,

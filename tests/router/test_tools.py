@@ -33,6 +33,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 LLAMA = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
 MISTRAL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 QUOTING = '{"a": "<tool_call> and </tool_call>"}'
+DEEP = "[" * 1500
 BOTH = [("weather", ARGUMENTS), ("now", "{}")]
 WRITTEN = [
     ("hermes", HERMES, "", BOTH[:1]),
@@ -40,6 +41,8 @@ WRITTEN = [
     ("hermes", f"Let me look.\n\n{HERMES}\n{NOW}\n", "Let me look.", BOTH),
     ("hermes", '<tool_call>{"arguments": {"a": [1]}, "name": "f"}</tool_call>', "", [("f", '{"a": [1]}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {DEEP}', "", [("f", DEEP)]),
+    ("hermes", f'<tool_call>{{"name": {DEEP}', f'<tool_call>{{"name": {DEEP}', []),
     ("hermes", "a < b, <tool and <tool_c", "a < b, <tool and <tool_c", []),
     ("hermes", "<tool_call>no</tool_call> x", "<tool_call>no</tool_call> x", []),
     ("hermes", '<tool_call>{"name": 5}', '<tool_call>{"name": 5}', []),

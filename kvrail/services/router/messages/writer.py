@@ -6,6 +6,7 @@ message_delta, message_stop, or error
 """
 
 import json
+import math
 
 from kvrail.errors import KvrailError
 from kvrail.services.router.errors import anthropic_error, to_http
@@ -163,12 +164,17 @@ def _called(call: CallDelta) -> Json:
 
 
 def _parsed(arguments: str) -> Json:
-    """The arguments as an object; empty where the output was cut off within them."""
+    """The arguments as an object; empty where they are none, as where the output was cut off within them."""
     try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
+        value = json.loads(arguments or "{}", parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _finite(number: str) -> float | None:
+    """A number of a model's JSON; NaN and what is beyond a double, which no JSON has, as null."""
+    return value if math.isfinite(value := float(number)) else None
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached: int, thinking: int) -> Json:

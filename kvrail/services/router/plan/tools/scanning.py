@@ -179,7 +179,7 @@ class CallScanner:
     def _take_name(self, value: str) -> None:
         try:
             name = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             name = None
         self.broken = not isinstance(name, str)
         self.name = name if isinstance(name, str) else None
@@ -200,6 +200,6 @@ def _unquoted(value: str) -> str:
     """Arguments that were written as a string of JSON, as that JSON; null as none."""
     try:
         inner = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
     return inner if isinstance(inner, str) else "{}" if inner is None else value
