@@ -15,6 +15,7 @@ from tests.router.scripts import hanging
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 BODY = json.dumps({"model": MODEL, "prompt": "x"}).encode()
 LENGTH = b"content-length: %d\r\n\r\n" % len(BODY)
+CHUNKED_HEAD = b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"
 LORIS = 200
 
 
@@ -47,6 +48,9 @@ async def said(cluster: Cluster, *parts: bytes) -> tuple[int, dict]:
         ([HEAD + b"transfer-encoding: chunked\r\n\r\n", b"9\r\n" + BODY[:9] + b"\r\n"], 408, "body"),
         ([HEAD + b"x: " + b"y" * 90_000, b"y" * 90_000], 431, "headers"),
         ([HEAD + b"x: " + b"y" * 70_000 + b"\r\n" + LENGTH + BODY], 431, "headers"),  # in one piece
+        ([HEAD + CHUNKED_HEAD + b"0\r\nx: ", *[b"y" * 22_000] * 3], 431, "headers"),
+        ([HEAD + CHUNKED_HEAD + b"0\r\n", *[b"x: yyyy\r\n" * 2_444] * 3], 431, "headers"),
+        ([HEAD + CHUNKED_HEAD + b"1;x=", *[b"y" * 22_000] * 3], 431, "headers"),
         ([HEAD + b"content-length: 1000000000000\r\n\r\n"], 413, "larger"),
         ([HEAD + b"expect: 100-continue\r\ncontent-length: 9000000\r\n\r\n"], 413, "larger"),
         ([HEAD + b"transfer-encoding: chunked\r\n" + LENGTH + b"0\r\n\r\n"], 400, "Content-Length can't be present"),

@@ -90,7 +90,7 @@ class ClientConnection(HttpToolsProtocol):
             super().data_received(data)
         if self._ended:
             return
-        if not self._in_body and self._head_bytes > MAX_HEAD_BYTES:
+        if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
         elif self._reading is None and (self._in_body or self._head_bytes):
             self._watch_reading()
@@ -124,6 +124,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
+        self._head_bytes = 0  # what follows may be trailers, or the extension of a chunk
         self._body_bytes += len(body)
         super().on_body(body)
 
