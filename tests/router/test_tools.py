@@ -75,6 +75,7 @@ WRITTEN = [
     ("mistral", f"[TOOL_CALLS][{MISTRAL}]", "", BOTH[:1]),
     ("mistral", f"[TOOL_CALLS] [{MISTRAL}, " + '{"name": "now", "arguments": {}}]', "", BOTH),
     ("mistral", f"[TOOL_CALLS]weather{ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}", "", BOTH),
+    ("mistral", "[TOOL_CALLS]f[CALL_ID]aB3456789[ARGS]{}", "", [("f", "{}")]),
     ("mistral", "[TOOL_ and more", "[TOOL_ and more", []),
 ]
 
@@ -280,8 +281,9 @@ async def test_a_template_that_knows_tools_shows_them_itself(tmp_path):
         assert prompt.endswith("[TOOL_CALLS]weather:Rom<|end|><|tool|>Sunny.<|end|><weather><now>")
 
 
-async def test_tools_are_refused_where_the_form_of_calls_is_unknown(tmp_path):
-    write_tokenizer(tmp_path, TEMPLATE + "{{ tools }}")
+@pytest.mark.parametrize("shown", ["", "<tool_call>\n<function=f>", "<tool_call>{name}\n<arg_key>a</arg_key>"])
+async def test_tools_are_refused_where_the_form_of_calls_is_unknown(tmp_path, shown: str):
+    write_tokenizer(tmp_path, f"{TEMPLATE}{{{{ tools }}}}{shown}")
     async with roomy(load_tokenizer(str(tmp_path))) as cluster:
         answer = await cluster.chat(tools=TOOLS)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"

@@ -57,6 +57,8 @@ def form_for(template: str, chosen: str) -> CallForm | None:
         raise ConfigError(f"tool_parser is {chosen!r}; choose auto, none or one of {', '.join(FORMS)}")
     if chosen != "auto":
         return FORMS.get(chosen)
+    if "<function=" in template or "<arg_key>" in template:
+        return None  # Qwen3-Coder's and GLM's calls have Hermes's marks, and no JSON
     for form in FORMS.values():
         if form.opens in template:
             return form
@@ -164,7 +166,7 @@ class CallReader:
             if name:
                 self._buffer, self._scanner = (
                     text[len(name) :],
-                    CallScanner(self._marks, name.removesuffix("[ARGS]").strip()),
+                    CallScanner(self._marks, name.partition("[")[0].strip()),
                 )
                 return True
         if not text:
