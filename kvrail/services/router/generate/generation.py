@@ -22,14 +22,7 @@ class Generation:
     """All output of one HTTP request, over all its prompts. Leaving `updates` aborts what still runs."""
 
     def __init__(
-        self,
-        plan: Plan,
-        route: Route,
-        wire_id: str,
-        *,
-        model: str,
-        client: str,
-        trace_context: Mapping[str, str],
+        self, plan: Plan, route: Route, wire_id: str, *, model: str, client: str, trace_context: Mapping[str, str]
     ) -> None:
         """trace_context: headers of W3C Trace Context for the workers; empty without a trace."""
         self.model = model

@@ -106,18 +106,13 @@ class KeyMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, documentation: str, *labels: str) -> Counter:
-            return Counter(name, documentation, ["model_name", "key", *labels], registry=registry)
+            return Counter(name, documentation, ["model_name", *labels], registry=registry)
 
         self._model = model_name
-        self._requests = counter("kvrail_key_requests", "Requests by API key of the file.")
-        self._tokens = counter("kvrail_key_tokens", "Tokens by API key: of prompts and generated.", "kind")
-        self._refused = counter("kvrail_key_refused_requests", "Requests beyond a key's limits.", "limit")
-        file_errors = Counter(
-            "kvrail_key_file_errors",
-            "Changes of the key file that could not be read.",
-            ["model_name"],
-            registry=registry,
-        )
+        self._requests = counter("kvrail_key_requests", "Requests by API key of the file.", "key")
+        self._tokens = counter("kvrail_key_tokens", "Tokens by API key: of prompts and generated.", "key", "kind")
+        self._refused = counter("kvrail_key_refused_requests", "Requests beyond a key's limits.", "key", "limit")
+        file_errors = counter("kvrail_key_file_errors", "Changes of the key file that could not be read.")
         self.file_errors = file_errors.labels(model_name)
 
     def known(self, key: str) -> None:

@@ -39,9 +39,7 @@ class MessageWriter:
 
     greets = False  # as with OpenAI's older APIs, the first event goes with the first token
 
-    def __init__(
-        self, message_id: str, model: str, prompt_tokens: int, reader: OutputReader, request_id: str
-    ) -> None:
+    def __init__(self, message_id: str, model: str, prompt_tokens: int, reader: OutputReader, request_id: str) -> None:
         self._message: Json = {
             "id": message_id,
             "type": "message",

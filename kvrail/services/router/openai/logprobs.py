@@ -42,11 +42,7 @@ def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
     """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": texts.text(token_id),
-            "logprob": bounded(logprob),
-            "bytes": texts.data(token_id),
-        }
+        return {"token": texts.text(token_id), "logprob": bounded(logprob), "bytes": texts.data(token_id)}
 
     content = [
         {

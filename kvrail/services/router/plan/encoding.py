@@ -18,15 +18,7 @@ from kvrail.text import Tokenizer
 T = TypeVar("T")
 
 TEMPLATE_ARGUMENTS = frozenset(
-    {
-        "self",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-    }
+    {"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
 )
 """Names in chat_template_kwargs that would shadow what the server passes itself."""
 NO_THINKING: Mapping[str, Any] = {"enable_thinking": False, "thinking": False}

@@ -164,10 +164,8 @@ class CallReader:
             if not brace:
                 return False
             if name:
-                self._buffer, self._scanner = (
-                    text[len(name) :],
-                    CallScanner(self._marks, name.partition("[")[0].strip()),
-                )
+                self._buffer = text[len(name) :]
+                self._scanner = CallScanner(self._marks, name.partition("[")[0].strip())
                 return True
         if not text:
             return False
