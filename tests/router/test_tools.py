@@ -252,6 +252,19 @@ async def test_histories_with_calls_need_no_tools(cluster: Cluster):
     )
 
 
+async def test_results_of_several_calls_are_one_turn(tmp_path):
+    """As Gemma's template wants it, which refuses two messages of one role."""
+    turns = "{% for m in messages %}{% if loop.changed(m.role) %}{% else %}{{ raise_exception('no turn') }}{% endif %}"
+    write_tokenizer(tmp_path, turns + "{{ m.role }}:{{ m.content }}|{% endfor %}")
+    async with roomy(load_tokenizer(str(tmp_path))) as cluster:
+        result = {"role": "tool", "tool_call_id": "call_2", "content": "Noon."}
+        assert (await cluster.chat(messages=[*HISTORY, result, *HISTORY[1:]])).status_code == 200
+        ids = list(cluster.decode[0].requests[-1].prompt_token_ids)
+        prompt = cluster.decode[0].tokenizer.decode(ids, skip_special_tokens=False)
+        both = "user:<tool_response>\nSunny.\n</tool_response>\n<tool_response>\nNoon.\n</tool_response>|assistant:"
+        assert both in prompt
+
+
 async def test_tools_are_shown_to_a_template_that_knows_none(cluster: Cluster):
     shown = []
     for messages in (MESSAGES, [{"role": "system", "content": "Be kind."}, *MESSAGES]):

@@ -105,7 +105,7 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", *HEADERS],
+            expose_headers=["X-Request-Id", "Request-Id", "Retry-After", *HEADERS],
         )
     app.add_middleware(RequestContext, routes=[*routes, *app.routes])
     app.add_middleware(OneSpelling)

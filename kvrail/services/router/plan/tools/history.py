@@ -4,7 +4,8 @@ The form is that of Hermes, which most models have seen.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -23,7 +24,8 @@ def shown_by(
 ) -> tuple[Sequence[Message], Sequence[Message] | None]:
     """Messages and tools as a chat template can show them."""
     if "tool_calls" not in template:  # it shows no calls that were made
-        messages = [_plain(message) for message in messages]
+        turns = groupby(messages, lambda message: message["role"] == "tool")
+        messages = [each for results, turn in turns for each in ([_results(turn)] if results else map(_plain, turn))]
     if tools and "tools" not in template:
         return with_tools(messages, tools), None
     return messages, tools or None
@@ -38,16 +40,18 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Me
     return [{"role": "system", "content": text}, *messages]
 
 
+def _results(messages: Iterable[Message]) -> Message:
+    """Results of calls as one message of the user's: templates may want the roles to take turns."""
+    shown = (f"<tool_response>\n{message.get('content') or ''}\n</tool_response>" for message in messages)
+    return {"role": "user", "content": "\n".join(shown)}
+
+
 def _plain(message: Message) -> Message:
-    """A message with calls written as the assistant's text, or their result as the user's."""
+    """A message with calls written as the assistant's text."""
     content = message.get("content") or ""
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
     if not message.get("tool_calls"):
         return {**kept, "content": content}
-    calls = [
-        {"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in message["tool_calls"]
-    ]
-    written = "\n".join(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls)
+    calls = (json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"])
+    written = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
     return {**kept, "content": f"{content}\n{written}".lstrip("\n")}
