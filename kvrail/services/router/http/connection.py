@@ -24,8 +24,8 @@ log = logging.getLogger("kvrail.router.connection")
 MAX_HEAD_BYTES = 64 << 10
 MAX_PIPELINED = 16
 """Requests that are read while the first of them is answered."""
-LEAST_BODY_BYTES_PER_S = 64 << 10
-"""What a body brings extends its deadline at this rate."""
+LEAST_BYTES_PER_S = 64 << 10
+"""What a body brings, or the client reads, extends the deadline at this rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class ClientConnection(HttpToolsProtocol):
             return
         allowed = self._limits.head_s
         if self._in_body:
-            allowed = self._limits.body_s + self._body_bytes / LEAST_BODY_BYTES_PER_S
+            allowed = self._limits.body_s + self._body_bytes / LEAST_BYTES_PER_S
             if (left := self._reading_since + allowed - self.loop.time()) > 0:
                 self._reading = self.loop.call_later(left, self._reading_late)
                 return
@@ -245,12 +245,17 @@ class ClientConnection(HttpToolsProtocol):
 
     def _watch_writing(self) -> None:
         if self._writing is None:
+            self._writing_since, self._unread = self.loop.time(), self.transport.get_write_buffer_size()
             self._writing = self.loop.call_later(self._limits.write_s, self._writing_late)
 
     def _writing_late(self) -> None:
         self._writing = None
-        if self.transport.get_write_buffer_size():
-            log.warning("a client read nothing for %g s; its connection ends", self._limits.write_s)
+        if unread := self.transport.get_write_buffer_size():
+            allowed = self._limits.write_s + (self._unread - unread) / LEAST_BYTES_PER_S
+            if (left := self._writing_since + allowed - self.loop.time()) > 0:
+                self._writing = self.loop.call_later(left, self._writing_late)
+                return
+            log.warning("a client read too little in %.1f s; its connection ends", allowed)
             self.transport.abort()
 
     def _stop_writing(self) -> None:
