@@ -245,12 +245,7 @@ class Snapshot:
 
 
 def choose_way(
-    policy: Policy,
-    request: PlacementRequest,
-    workers: Snapshot,
-    *,
-    urgent: bool,
-    spare_s: float = math.inf,
+    policy: Policy, request: PlacementRequest, workers: Snapshot, *, urgent: bool, spare_s: float = math.inf
 ) -> WorkerChoice | None:
     """The best workers with room for a request now; None if it has to wait. Without workers of both roles: `choose`.
 

@@ -106,10 +106,7 @@ class StatusPage:
             "uptime_s": round(self._clock() - self._started, 3),
             "limit": service.settings.max_concurrent_requests,
             "policy": service.settings.policy,
-            "queue": {
-                "prompts": values.total("kvrail_queue_prompts"),
-                "clients": values.total("kvrail_queue_clients"),
-            },
+            "queue": {"prompts": values.total("kvrail_queue_prompts"), "clients": values.total("kvrail_queue_clients")},
             "requests": values.by("kvrail_requests_in_flight", "state"),
             "outcomes": values.by("kvrail_requests_total", "outcome"),
             "failovers": values.total("kvrail_failovers_total"),
