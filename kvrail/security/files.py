@@ -7,7 +7,7 @@ from kvrail.errors import ConfigError
 
 
 def write_whole(path: Path, content: bytes, mode: int) -> None:
-    """Put a file in place as a whole; `mode`: what others may. Owner, group and what the group may stay.
+    """Put a file in place as a whole, of this mode at most; owner and group stay, and what the group may do.
 
     Raises ConfigError where they cannot stay. Where it raises, the old file is there, and nothing else is.
     """
