@@ -75,7 +75,11 @@ register(CodecInfo("kvcomp-block", "kvrail.codec.papers.kvcomp.codec:kvcomp_bloc
 def _load_entry_points() -> None:
     """Register what other packages offer; once. Raises ValueError where an entry point is no CodecInfo of its name."""
     for entry in entry_points(group=GROUP):
-        info = entry.load()
+        try:
+            info = entry.load()
+        except (ImportError, AttributeError) as error:
+            line = f"{entry.name} = {entry.value}"
+            raise ValueError(f"entry point {line} of {GROUP} does not load: {error}; repair its package") from error
         if not isinstance(info, CodecInfo) or info.name != entry.name:
             raise ValueError(f"entry point {entry.name} = {entry.value} of {GROUP} is {info!r}, no CodecInfo so called")
         register(info)
@@ -89,7 +93,7 @@ def names() -> tuple[str, ...]:
 
 def info(name: str) -> CodecInfo:
     """What is known of the codec called `name`; raises UnknownCodecError, which lists the names there are."""
-    if name not in names():
+    if name not in _codecs and name not in names():  # codecs of this package do not depend on what others offer
         raise UnknownCodecError(f"codec {name!r} is unknown; choose one of {', '.join(names())}")
     return _codecs[name]
 

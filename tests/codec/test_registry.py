@@ -74,10 +74,11 @@ def test_names_and_infos_need_no_torch(site):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("line", ["other = flipped.info:INFO", "flipped = flipped.info:CodecInfo"])
-def test_an_entry_point_that_is_no_codec_of_its_name_is_refused_by_name(opened, line):
-    offer(opened, line)
-    with pytest.raises(ValueError, match=line):
+@pytest.mark.parametrize("what", ["other = flipped.info:INFO", "flipped = flipped.info:CodecInfo", "x = absent:INFO"])
+def test_an_entry_point_that_is_no_codec_of_its_name_is_refused_by_name_and_stops_no_other_codec(opened, what):
+    offer(opened, what)
+    assert registry.get("raw").name == "raw"
+    with pytest.raises(ValueError, match=what):
         registry.names()
 
 
