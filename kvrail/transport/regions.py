@@ -7,7 +7,7 @@ from collections import deque
 
 import torch
 
-from kvrail.errors import FrameError
+from kvrail.errors import FrameError, OverloadedError
 from kvrail.transport.base import Payload
 
 ALIGNMENT = 4096
@@ -17,11 +17,12 @@ ALIGNMENT = 4096
 class RegionPool:
     """Gives out parts of `buffer`, uint8 [n], first come, first served. Belongs to one event loop.
 
-    Small regions do not overtake a large one that waits, so that none waits for ever.
+    Small regions do not overtake a large one that waits, so that none waits for ever. patience_s: how long a sender is
+    given; one whose payload finds no room is not blamed, as `take` gives up somewhat earlier.
     """
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
+    def __init__(self, buffer: torch.Tensor, patience_s: float = 60.0) -> None:
+        self._buffer, self._patience_s = buffer, 0.9 * patience_s
         self._loop = asyncio.get_running_loop()
         self._free: list[tuple[int, int]] = [(0, buffer.numel())]  # begin and end, in order, neighbours joined
         self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
@@ -48,18 +49,25 @@ class RegionPool:
         return None if begin is None else PooledRegion(self, begin, size, room)
 
     async def take(self, size: int) -> "PooledRegion":
-        """A region of `size` bytes; waits until there is one. Raises FrameError where the pool can never hold it."""
+        """A region of `size` bytes; waits until there is one.
+
+        Raises FrameError where the pool can never hold it, OverloadedError where others hold it for too long.
+        """
         if (region := self.take_now(size)) is not None:
             return region
         room = self._room_for(size)
         begin: asyncio.Future[int] = self._loop.create_future()
         self._waiting.append((room, begin))
         try:
-            return PooledRegion(self, await begin, size, room)
-        except asyncio.CancelledError:
+            async with asyncio.timeout(self._patience_s):
+                return PooledRegion(self, await begin, size, room)
+        except (asyncio.CancelledError, TimeoutError) as error:
             if begin.done() and not begin.cancelled():
                 self._put_back(begin.result(), room)
             self._serve()
+            if isinstance(error, TimeoutError):
+                full = f"no {size} bytes to receive into were free for {self._patience_s:g} s"
+                raise OverloadedError(f"{full}; give more memory (workers: --transfer-memory-mib)") from None
             raise
 
     def put_back(self, begin: int, room: int) -> None:
@@ -110,15 +118,15 @@ class RegionPool:
         room = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         if room > self._buffer.numel():
             raise FrameError(
-                f"a payload of {size} bytes does not fit the receiver's pool of {self._buffer.numel()}; raise its"
-                " --transfer-memory-mib"
+                f"a payload of {size} bytes does not fit the receiver's pool of {self._buffer.numel()}; give it more"
+                " (workers: --transfer-memory-mib)"
             )
         return room
 
 
-def host_pool(size: int, *, pinned: bool = False) -> RegionPool:
+def host_pool(size: int, *, pinned: bool = False, patience_s: float = 60.0) -> RegionPool:
     """A pool of `size` bytes of host memory; pinned: a CUDA device can copy from and to it directly."""
-    return RegionPool(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+    return RegionPool(torch.empty(size, dtype=torch.uint8, pin_memory=pinned), patience_s)
 
 
 class PooledRegion:

@@ -95,7 +95,9 @@ def _options(settings: WorkerSettings, device: torch.device) -> TransportOptions
     if isinstance(settings, PrefillSettings):
         ends |= {"host": settings.host, "port": settings.data_port}
     if isinstance(settings, DecodeSettings):
-        ends["pool"] = host_pool(settings.transfer_memory_mib << 20, pinned=on_cuda)
+        ends["pool"] = host_pool(
+            settings.transfer_memory_mib << 20, pinned=on_cuda, patience_s=settings.transfer_timeout_s
+        )
     polls = on_cuda and usable_cores() >= POLLING_CORES
     return TransportOptions(
         device,

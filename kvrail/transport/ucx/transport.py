@@ -70,10 +70,8 @@ class UcxTransport:
             on_device = device is not None and device_bytes > 0 and worker.cuda
             if device is not None and device_bytes > 0 and not worker.cuda:
                 logger.warning("UCX has no CUDA here: payloads of %s pass through the host", device)
-            pools = Pools(
-                pool,
-                RegionPool(torch.empty(device_bytes, dtype=torch.uint8, device=device)) if on_device else None,
-            )
+            memory = torch.empty(device_bytes if on_device else 0, dtype=torch.uint8, device=device)
+            pools = Pools(pool, RegionPool(memory, silence_s) if on_device else None)
             uuid = device_uuid(device) if on_device and device is not None else None
             address = UcxAddress(worker.address, uuid).pack()
         except BaseException:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrail.errors import FrameError
+from kvrail.errors import FrameError, OverloadedError
 from kvrail.transport.regions import ALIGNMENT, RegionPool
 
 PAGES = 16
@@ -160,3 +160,13 @@ def test_a_release_after_the_loop_has_ended_does_nothing():
         return await pool_of().take(1)
 
     asyncio.run(take()).release()
+
+
+async def test_who_waits_too_long_learns_that_the_memory_is_full_and_leaves_its_place():
+    pool = RegionPool(torch.zeros(2 * ALIGNMENT, dtype=torch.uint8), patience_s=0.2)
+    held = await pool.take(ALIGNMENT)
+    with pytest.raises(OverloadedError, match=r"no 8192 bytes to receive into were free for 0\.18 s; give more memory"):
+        await pool.take(2 * ALIGNMENT)
+    (await asyncio.wait_for(pool.take(ALIGNMENT), 30)).release()
+    held.release()
+    assert pool.free_bytes == 2 * ALIGNMENT
