@@ -6,6 +6,7 @@ from typing import Any
 
 from kvrail.codec.base import EncodingStats
 from kvrail.codec.frame import FrameHeader
+from kvrail.errors import TransferAbortedError
 from kvrail.runtime.waiting import settled
 
 
@@ -36,8 +37,9 @@ class Counts:
         self.sent(header, payload_bytes, seconds)
 
     def coarse(self) -> None:
-        """See ReceivingObserver."""
-        self._on_coarse()
+        """See ReceivingObserver; only the first call is passed on."""
+        first, self._on_coarse = self._on_coarse, lambda: None
+        first()
 
     def kept(self, change: int) -> None:
         """See ReceivingObserver."""
@@ -48,32 +50,31 @@ class Attempt:
 
     def __init__(self, on_coarse: Callable[[], None] = lambda: None) -> None:
         self.counts = Counts(on_coarse)
-        self._task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
 
     def poll(self) -> bool:
-        """Whether it is complete. Raises what it failed with."""
-        assert self._task is not None
+        """Whether it is complete. Raises what it failed with, TransferAbortedError after `abort`."""
         if not self._task.done():
             return False
+        if self._task.cancelled():  # what awaits this was not
+            raise TransferAbortedError("the transfer was aborted at this end")
         self._task.result()
         return True
 
     async def done(self) -> None:
-        """Wait until it is complete. Raises what it failed with; a cancelled waiter changes nothing in the transfer."""
-        assert self._task is not None
-        await asyncio.shield(self._task)
+        """Wait until it is complete. Raises as `poll`; a cancelled waiter changes nothing in the transfer."""
+        await asyncio.wait((self._task,))
+        self.poll()
 
     async def abort(self) -> None:
         """End it now. When this returns, no page of it is read or written any more. A second call does nothing."""
-        assert self._task is not None
         self._task.cancel()
         await settled(self._task)
 
     def on_end(self, then: Callable[[], object]) -> None:
         """Call `then` once it has ended, however that is."""
-        assert self._task is not None
         self._task.add_done_callback(lambda _: then())
 
     def _start(self, run: Coroutine[Any, Any, None], name: str) -> None:
-        self._task = asyncio.create_task(run, name=name)
+        self._task: asyncio.Task[None] = self._loop.create_task(run, name=name)
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # the caller may never ask

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import operator
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +10,9 @@ from typing import TypeVar
 
 from kvrail.codec import registry as codecs_by_name
 from kvrail.codec.base import Codec
-from kvrail.errors import ConfigError, IncompatibleError
+from kvrail.errors import ConfigError, IncompatibleError, TransferAbortedError, WorkerUnavailableError
 from kvrail.kv.attempt import Attempt
-from kvrail.kv.messages import Offer, OfferedTransport
+from kvrail.kv.messages import MAX_REQUEST_BYTES, Offer, OfferedTransport
 from kvrail.kv.pools import KVPools
 from kvrail.kv.receiving import Receiving
 from kvrail.kv.sending import Sending, whole
@@ -44,8 +45,11 @@ class KVEndpoint:
         transports: Sequence[Transport],
         max_frame_bytes: int,
         silence_s: float,
+        *,
+        receives: bool,
     ) -> None:
         self._layout, self._pools, self._max_frame_bytes, self._silence_s = layout, pools, max_frame_bytes, silence_s
+        self._receives = receives
         self._codecs = {codec.name: codec for codec in codecs}
         self._transports = {transport.name: transport for transport in transports}
         self._side = SideStream(pools.device)
@@ -55,6 +59,8 @@ class KVEndpoint:
         self._orders = itertools.count()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kv", initializer=compute_with, initargs=(1,))
         self._under_way: set[Attempt] = set()
+        self._serving: set[int] = set()  # keys of offers
+        self._loop, self._closed = asyncio.get_running_loop(), False
 
     @classmethod
     async def start(
@@ -80,10 +86,12 @@ class KVEndpoint:
         layout, ConfigError for a transport that does not start.
         """
         pools.check(layout)
-        chosen = [_codec(name, layout) for name in codecs]
-        if receive_bytes and receive_bytes < 2 * max_frame_bytes:
-            raise ValueError(f"receive_bytes is {receive_bytes}; give at least two frames, {2 * max_frame_bytes}")
-        pool = host_pool(receive_bytes, pinned=pools.device.type == "cuda") if receive_bytes else None
+        chosen = [_codec(name, layout) for name in ([codecs] if isinstance(codecs, str) else codecs)]
+        least = 2 * max(max_frame_bytes, layout.page_bytes // layout.num_layers)  # a page of a layer is not divided
+        if receive_bytes and receive_bytes < least:
+            raise ValueError(f"receive_bytes is {receive_bytes}; give at least two frames, {least}")
+        on_cuda = pools.device.type == "cuda"
+        pool = host_pool(receive_bytes, pinned=on_cuda, patience_s=silence_s) if receive_bytes else None
         options = TransportOptions(pools.device, pool, host, port, encrypt, silence_s)
 
         def refusal(info: transports_by_name.TransportInfo) -> str:
@@ -94,7 +102,7 @@ class KVEndpoint:
             raise ConfigError(f"transport {info.name!r} knows no encryption; use tcp")
 
         started, _ = await transports_by_name.start(transport, options, refusal)
-        return cls(layout, pools, chosen, started, max_frame_bytes, silence_s)
+        return cls(layout, pools, chosen, started, max_frame_bytes, silence_s, receives=bool(receive_bytes))
 
     def receive(
         self, request: str, pages: Sequence[int], *, host: str = "", on_coarse: Callable[[], None] = lambda: None
@@ -102,8 +110,14 @@ class KVEndpoint:
         """Receive a request's KV into `pages` of the pools, in the request's order.
 
         host: by which the sender's host is reached. on_coarse: called once the first stage of every page is there, with
-        codecs of several stages. The pages belong to the transfer until it is done or aborted.
+        codecs of several stages. The pages belong to the transfer until it is done or aborted. Raises ValueError for
+        pages or a request's name that cannot be.
         """
+        if not self._receives:
+            raise ConfigError("this endpoint only sends; start it with receive_bytes above 0 to receive, too")
+        if (size := len(request.encode())) > MAX_REQUEST_BYTES:
+            raise ValueError(f"request {request[:32]!r}... has {size} bytes; at most {MAX_REQUEST_BYTES} are possible")
+        sink = self._pages(pages)
         transports = tuple(
             OfferedTransport(name, each.address, each.on_device) for name, each in self._transports.items()
         )
@@ -117,7 +131,6 @@ class KVEndpoint:
             max_frame_bytes=self._max_frame_bytes,
             frame_layers=self._pools.frame_layers,
         )
-        sink = self._pages(pages)
         receiving = Receiving(
             offer, host, self._codecs, self._transports, sink, self._threads, self._silence_s, on_coarse
         )
@@ -139,7 +152,10 @@ class KVEndpoint:
         must stay as they are until the transfer is done or aborted. Raises FrameError for a malformed offer,
         IncompatibleError if the two ends have nothing in common.
         """
+        source = self._pages(pages)
         wanted = Offer.unpack(offer)
+        if wanted.key in self._serving:
+            raise TransferAbortedError("this offer is served already; give each offer to `send` once")
         if wanted.layout != self._layout:
             raise IncompatibleError(f"the layouts differ: receiver {wanted.layout}, sender {self._layout}")
         if wanted.num_pages != len(pages):
@@ -150,12 +166,14 @@ class KVEndpoint:
             route,
             min(self._max_frame_bytes, wanted.max_frame_bytes),
             self._pools.frame_layers or wanted.frame_layers,
-            self._pages(pages),
+            source,
             self._queues[route.on_device],
             next(self._orders),
             self._threads,
             control,
         )
+        self._serving.add(wanted.key)
+        sending.on_end(lambda: self._serving.discard(wanted.key))
         if complete:
             sending.ready(*whole(self._layout.num_layers, pages))
             sending.finish()
@@ -163,6 +181,7 @@ class KVEndpoint:
 
     async def aclose(self) -> None:
         """Abort what is under way, and close the transports."""
+        self._closed = True
         await asyncio.gather(*(each.abort() for each in self._under_way))
         await asyncio.gather(*(each.aclose() for each in self._transports.values()))
         self._threads.shutdown()
@@ -178,9 +197,16 @@ class KVEndpoint:
         return Route.to(peer, wanted.key, codec, transport, on_device=there.on_device)
 
     def _pages(self, pages: Sequence[int]) -> PoolPages:
-        if not pages or len(set(pages)) != len(pages) or not 0 <= min(pages) <= max(pages) < self._pools.num_pages:
-            raise ValueError(f"pages must be distinct numbers below {self._pools.num_pages}, at least one: {pages}")
-        return PoolPages(self._pools.blocks, self._side, pages, len(pages) * self._layout.page_size)
+        """Those pages for a new transfer; the caller's list may change afterwards."""
+        if self._closed:
+            raise WorkerUnavailableError("this endpoint is closed; start another one")
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("this endpoint belongs to the event loop that it was started in; call it there")
+        numbers = [operator.index(page) for page in pages]  # also of an array
+        known = range(self._pools.num_pages)
+        if not numbers or len({number for number in numbers if number in known}) < len(numbers):
+            raise ValueError(f"pages must be distinct numbers below {len(known)}, at least one: {numbers}")
+        return PoolPages(self._pools.blocks, self._side, numbers, len(numbers) * self._layout.page_size)
 
     def _follow(self, transfer: A) -> A:
         self._under_way.add(transfer)
@@ -191,5 +217,8 @@ class KVEndpoint:
 def _codec(name: str, layout: KVLayout) -> Codec:
     codec = codecs_by_name.get(name)
     if layout.dtype not in codec.dtypes:
-        raise ValueError(f"codec {name!r} takes {', '.join(sorted(codec.dtypes))}, but the pages are {layout.dtype}")
+        raise ValueError(
+            f"codec {name!r} takes {', '.join(sorted(codec.dtypes))}, but the pages are {layout.dtype}; name other"
+            " codecs, such as 'raw'"
+        )
     return codec

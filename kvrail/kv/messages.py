@@ -4,6 +4,7 @@
     "A" + JSON   accepted: the codec, the transport and its address
     "F" + frame  a frame leaves: payload's size (8 bytes), whether it is on a device (1 byte), the frame's head
     "E" + counts the end: frames and payload bytes (8 bytes each)
+    "W"          the sender is at work, though nothing leaves
     "X" + text   the sender gave up, and why
 
 All numbers are big-endian. What does not read as such is refused with FrameError.
@@ -18,9 +19,11 @@ from kvrail.errors import FrameError
 from kvrail.transport.base import MAX_ADDRESS_BYTES, Announcement
 from kvrail.values.layout import DTYPE_BYTES, KVLayout
 
-VERSION = 1
+VERSION = 2
 MAX_OFFER_BYTES = 64 << 10
 MAX_TEXT = 1024
+MAX_REQUEST_BYTES = 255
+"""Of a request's name in UTF-8: as a frame's head has room for."""
 
 _FRAME = struct.Struct("!Q?")
 _END = struct.Struct("!QQ")
@@ -99,13 +102,18 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Working:
+    """The sender is at work, though nothing leaves."""
+
+
+@dataclass(frozen=True, slots=True)
 class GivenUp:
     """The sender sends no more."""
 
     reason: str
 
 
-Message = Accepted | Announcement | End | GivenUp
+Message = Accepted | Announcement | End | Working | GivenUp
 
 
 def pack(message: Message) -> bytes:
@@ -118,8 +126,10 @@ def pack(message: Message) -> bytes:
             return b"F" + _FRAME.pack(message.payload_bytes, message.on_device) + message.head
         case End():
             return b"E" + _END.pack(message.frames, message.payload_bytes)
+        case Working():
+            return b"W"
         case GivenUp():
-            return b"X" + message.reason[:MAX_TEXT].encode()
+            return b"X" + message.reason[:MAX_TEXT].encode(errors="replace")
 
 
 def unpack(data: bytes) -> Message:
@@ -134,6 +144,8 @@ def unpack(data: bytes) -> Message:
             return Announcement(body[_FRAME.size :], size, on_device)
         if kind == b"E":
             return End(*_END.unpack(body))
+        if data == b"W":
+            return Working()
         if kind == b"X":
             return GivenUp(body[: 4 * MAX_TEXT].decode(errors="replace"))
     except (KeyError, TypeError, ValueError, struct.error) as error:
@@ -146,7 +158,7 @@ def _json(data: bytes, what: str, most: int) -> dict[str, Any]:
         raise FrameError(f"{what} of {len(data)} bytes is longer than {most}")
     try:
         fields = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FrameError(f"{what} is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise FrameError(f"{what} is no object in JSON")

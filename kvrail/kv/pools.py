@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrail.codec.base import Block
-from kvrail.transfer.sizes import block_spec
-from kvrail.values.layout import KVLayout
+from kvrail.values.layout import DTYPE_BYTES, KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,11 @@ class KVPools:
         Together: [2, pages, page_size, kv_heads, dim], keys first. Apart: keys, values and, for eight-bit elements,
         the scales of each, as in `whole` without the first dimension.
         """
+        for number, layer in enumerate(layers):
+            if len(layer) not in (2, 4):
+                raise ValueError(
+                    f"layer {number} has {len(layer)} parts; give keys and values: a tensor [2, pages, ...] or a tuple"
+                )
         return cls(tuple(Block(*(part.unsqueeze(0) for part in layer)) for layer in layers))
 
     @property
@@ -57,17 +61,23 @@ class KVPools:
 
     def check(self, layout: KVLayout) -> None:
         """Raise ValueError unless these are pools of `layout` that codecs take where they lie."""
-        kind = self.device.type
-        if kind not in ("cpu", "cuda"):
+        if layout.dtype not in DTYPE_BYTES:
+            raise ValueError(f"the layout's dtype {layout.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        num_layers = sum(block.keys.shape[0] for block in self.blocks)
+        if num_layers != layout.num_layers:
+            raise ValueError(f"the pools have {num_layers} layers, the layout {layout.num_layers}")
+        if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"the pools lie on {self.device}; only the CPU and CUDA devices are supported")
-        wanted = block_spec(layout, self.num_pages)
-        if sum(block.keys.shape[0] for block in self.blocks) != layout.num_layers:
-            raise ValueError(f"the pools have {len(self.blocks)} layers, the layout {layout.num_layers}")
         for number, block in enumerate(self.blocks):
-            spec = block.spec
-            if spec != block_spec(layout, self.num_pages, num_layers=spec.num_layers):
-                raise ValueError(f"pool {number} is {spec}; the layout wants {wanted}")
-            for tensor in block.tensors():
+            lead = (block.keys.shape[0], self.num_pages, layout.page_size, layout.num_kv_heads)
+            wanted: list[tuple[str, tuple[int, ...]]]
+            wanted = [(layout.dtype, (*lead, dim)) for dim in (layout.key_dim, layout.value_dim)]
+            wanted += [("float32", lead)] * (2 if layout.scaled else 0)
+            tensors = block.tensors()
+            found = [(str(each.dtype).removeprefix("torch."), tuple(each.shape)) for each in tensors]
+            if found != wanted:
+                raise ValueError(f"pool {number} is {found}; the layout wants {wanted}")
+            for tensor in tensors:
                 if tensor.device != self.device:
                     raise ValueError(f"pool {number} lies on {tensor.device}, the first on {self.device}")
                 _check_strides(number, tensor)

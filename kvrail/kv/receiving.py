@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from kvrail.codec.base import Codec
 from kvrail.errors import FrameError, IncompatibleError, TransferAbortedError
 from kvrail.kv.attempt import Attempt
-from kvrail.kv.messages import Accepted, End, GivenUp, Message, Offer, unpack
+from kvrail.kv.messages import Accepted, End, GivenUp, Offer, Working, pack, unpack
 from kvrail.transfer.guard import Transfer
 from kvrail.transfer.pool_pages import PoolPages
 from kvrail.transfer.receiving import PageReceiver
@@ -37,18 +37,26 @@ class Receiving(Attempt):
         self.offer = offer.pack()
         self._offer, self._host, self._codecs, self._transports = offer, host, codecs, transports
         self._sink, self._executor, self._silence_s = sink, executor, silence_s
-        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._messages: asyncio.Queue[bytes] = asyncio.Queue()
         self._frames = self._announced_bytes = 0
         self._start(self._run(), f"receive {offer.request}")
 
     def deliver(self, message: bytes) -> None:
-        """Take the sender's next control message; they come in order. Raises FrameError for one that is malformed."""
-        if self._messages.qsize() == MAX_UNTAKEN:
-            raise FrameError(f"the sender announced more than {MAX_UNTAKEN} frames that are not received yet")
-        self._messages.put_nowait(unpack(message))
+        """Take the sender's next control message; they come in order. Any thread may call it.
+
+        A message that is malformed or one too many fails the transfer, not the call.
+        """
+        self._loop.call_soon_threadsafe(self._deliver, bytes(message))
+
+    def _deliver(self, message: bytes) -> None:
+        waiting = self._messages.qsize()
+        if waiting < MAX_UNTAKEN and not self._task.done():
+            self._messages.put_nowait(message)
+        elif waiting == MAX_UNTAKEN:
+            self._messages.put_nowait(pack(GivenUp(f"{MAX_UNTAKEN} of its messages are not taken yet")))
 
     async def _run(self) -> None:
-        accepted = await unless_silent(self._messages.get(), self._silence_s)
+        accepted = unpack(await unless_silent(self._messages.get(), self._silence_s))
         if isinstance(accepted, GivenUp):
             raise TransferAbortedError(f"the sender gave up: {accepted.reason}")
         if not isinstance(accepted, Accepted):
@@ -62,11 +70,12 @@ class Receiving(Attempt):
         connecting = transport.receiver(Peer(accepted.address, self._host), self._offer.key)
         payload_receiver = await unless_silent(connecting, self._silence_s)
         try:
-            await self._receiver(codec).run(self._announced, payload_receiver)
+            self._receiver = self._receiver_of(codec)
+            await self._receiver.run(self._announced, payload_receiver)
         finally:
             await payload_receiver.aclose()
 
-    def _receiver(self, codec: Codec) -> PageReceiver:
+    def _receiver_of(self, codec: Codec) -> PageReceiver:
         layout, num_pages = self._offer.layout, self._offer.num_pages
         recent = first_recent_page(num_pages * layout.page_size, layout.page_size)
         spec = block_spec(layout, num_pages)
@@ -75,7 +84,8 @@ class Receiving(Attempt):
 
     async def _announced(self) -> Announcement | None:
         """The next frame, or None at the end. Raises FrameError, TransferAbortedError."""
-        message = await self._messages.get()
+        while isinstance(message := unpack(await self._messages.get()), Working):
+            self._receiver.not_silent()
         match message:
             case Announcement():
                 self._frames += 1

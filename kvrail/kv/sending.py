@@ -8,14 +8,17 @@ import torch
 
 from kvrail.errors import reason_of
 from kvrail.kv.attempt import Attempt
-from kvrail.kv.messages import Accepted, End, GivenUp, Offer, pack
-from kvrail.runtime.waiting import settled
+from kvrail.kv.messages import Accepted, End, GivenUp, Offer, Working, pack
+from kvrail.runtime.waiting import in_thread, settled
 from kvrail.transfer.pieces import Piece
 from kvrail.transfer.pool_pages import PoolPages
 from kvrail.transfer.route import Route
 from kvrail.transfer.send_queue import SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.transport.base import Announcement
+
+HEARTBEAT_S = 2.0
+"""How often the receiver hears that this end is at work: it computes, compiles, or other transfers go first."""
 
 
 class Sending(Attempt):
@@ -40,23 +43,36 @@ class Sending(Attempt):
         self._frames = self._announced_bytes = 0
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._start(self._run(), f"send {offer.request}")
+        self.on_end(self._ended)
 
     def ready(self, layers: range, pages: range, event: torch.Event | None = None) -> None:
-        """Pages `pages` of the request, by their place in it, are complete in `layers` once `event` has happened."""
-        self._pieces.put_nowait(Piece(layers.start, layers.stop, pages.start, pages.stop, event))
+        """Pages `pages` of the request, by their place in it, are complete in `layers` once `event` has happened.
+
+        Any thread may call it. Raises ValueError for what the transfer does not have.
+        """
+        for given, most in ((layers, self._offer.layout.num_layers), (pages, self._offer.num_pages)):
+            if given.step != 1 or not 0 <= given.start < given.stop <= most:
+                raise ValueError(f"layers {layers}, pages {pages}: {given} is no part of {range(most)}")
+        self._put(Piece(layers.start, layers.stop, pages.start, pages.stop, event))
 
     def finish(self) -> None:
-        """Everything was made ready."""
-        self._pieces.put_nowait(None)
+        """Everything was made ready. Any thread may call it."""
+        self._put(None)
+
+    def _put(self, piece: Piece | None) -> None:
+        self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def _run(self) -> None:
         try:
             await self._send()
-        except BaseException as error:
-            self._control(pack(GivenUp(reason_of(error))))
-            raise
         finally:
-            await settled(asyncio.create_task(asyncio.to_thread(self._source.synchronize)))
+            await in_thread(self._executor, self._source.synchronize)
+
+    def _ended(self) -> None:
+        """Tell the receiver, also where an abort came before the first step."""
+        error = None if self._task.cancelled() else self._task.exception()
+        if self._task.cancelled() or error is not None:
+            self._control(pack(GivenUp("it was aborted" if error is None else reason_of(error))))
 
     async def _send(self) -> None:
         route, offer = self._route, self._offer
@@ -78,13 +94,13 @@ class Sending(Attempt):
             self._control(pack(Accepted(route.codec.name, route.transport.name, route.transport.address)))
             sender.begin(self._source, 0)
             sending = asyncio.create_task(sender.run())
-            feeding = asyncio.create_task(self._feed(sender))
+            beside = [asyncio.create_task(part) for part in (self._feed(sender), self._beat())]
             try:
                 await sending
             finally:
-                feeding.cancel()
-                sending.cancel()
-                await settled(sending, feeding)
+                for task in (sending, *beside):
+                    task.cancel()
+                await settled(sending, *beside)
             self._control(pack(End(self._frames, self._announced_bytes)))
         finally:
             await payload_sender.aclose()
@@ -93,6 +109,11 @@ class Sending(Attempt):
         while (piece := await self._pieces.get()) is not None:
             sender.add(piece)
         sender.close()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._control(pack(Working()))
 
     def _announce(self, announcement: Announcement) -> None:
         self._frames += 1

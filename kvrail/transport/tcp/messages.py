@@ -55,7 +55,8 @@ class Address:
         _, port, secret = _ADDRESS.unpack(data)
         if not port or not peer.host:
             raise WorkerUnavailableError(
-                f"port {port} of host {peer.host!r} is no place to fetch data from; give the prefill worker a data port"
+                f"port {port} of host {peer.host!r} is no place to fetch data from; name the sender's host, and give it"
+                " a data port"
             )
         return cls(port, secret, peer.host)
 
