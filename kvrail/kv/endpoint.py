@@ -47,9 +47,10 @@ class KVEndpoint:
         silence_s: float,
         *,
         receives: bool,
+        encrypt: bool,
     ) -> None:
         self._layout, self._pools, self._max_frame_bytes, self._silence_s = layout, pools, max_frame_bytes, silence_s
-        self._receives = receives
+        self._receives, self._encrypt = receives, encrypt
         self._codecs = {codec.name: codec for codec in codecs}
         self._transports = {transport.name: transport for transport in transports}
         self._side = SideStream(pools.device)
@@ -102,7 +103,8 @@ class KVEndpoint:
             raise ConfigError(f"transport {info.name!r} knows no encryption; use tcp")
 
         started, _ = await transports_by_name.start(transport, options, refusal)
-        return cls(layout, pools, chosen, started, max_frame_bytes, silence_s, receives=bool(receive_bytes))
+        receives = bool(receive_bytes)
+        return cls(layout, pools, chosen, started, max_frame_bytes, silence_s, receives=receives, encrypt=encrypt)
 
     def receive(
         self, request: str, pages: Sequence[int], *, host: str = "", on_coarse: Callable[[], None] = lambda: None
@@ -130,6 +132,7 @@ class KVEndpoint:
             transports=transports,
             max_frame_bytes=self._max_frame_bytes,
             frame_layers=self._pools.frame_layers,
+            encrypt=self._encrypt,
         )
         receiving = Receiving(
             offer, host, self._codecs, self._transports, sink, self._threads, self._silence_s, on_coarse
@@ -158,6 +161,8 @@ class KVEndpoint:
             raise TransferAbortedError("this offer is served already; give each offer to `send` once")
         if wanted.layout != self._layout:
             raise IncompatibleError(f"the layouts differ: receiver {wanted.layout}, sender {self._layout}")
+        if wanted.encrypt != self._encrypt:
+            raise IncompatibleError(f"encrypt is {wanted.encrypt} at the receiver, {self._encrypt} here; use the same")
         if wanted.num_pages != len(pages):
             raise IncompatibleError(f"the receiver wants {wanted.num_pages} pages; {len(pages)} are to be sent")
         route = self._route(wanted, host)

@@ -23,7 +23,7 @@ VERSION = 2
 MAX_OFFER_BYTES = 64 << 10
 MAX_TEXT = 1024
 MAX_REQUEST_BYTES = 255
-"""Of a request's name in UTF-8: as a frame's head has room for."""
+"""A request's name has no more in UTF-8: a frame's head has no room for them."""
 
 _FRAME = struct.Struct("!Q?")
 _END = struct.Struct("!QQ")
@@ -54,6 +54,7 @@ class Offer:
     transports: tuple[OfferedTransport, ...]
     max_frame_bytes: int
     frame_layers: int
+    encrypt: bool
 
     def pack(self) -> bytes:
         """As the sender gets it."""
@@ -75,10 +76,12 @@ class Offer:
             sizes = [value for name, value in asdict(layout).items() if name not in ("dtype", "page_format")]
             if not all(type(each) is int and 0 <= each < 1 << 64 for each in (*numbers, *sizes)):
                 raise ValueError("a number is not one of 64 bits")
-            if layout.dtype not in DTYPE_BYTES or not all(
-                isinstance(s, str) for s in (offer.request, layout.page_format)
+            if (
+                type(offer.encrypt) is not bool
+                or layout.dtype not in DTYPE_BYTES
+                or not all(isinstance(s, str) for s in (offer.request, layout.page_format))
             ):
-                raise ValueError("dtype, page format or request is none")
+                raise ValueError("encrypt, dtype, page format or request is none")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FrameError(f"the offer is malformed: {error}") from error
         return offer

@@ -18,7 +18,7 @@ from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.transport.base import Announcement
 
 HEARTBEAT_S = 2.0
-"""How often the receiver hears that this end is at work: it computes, compiles, or other transfers go first."""
+"""How often this end says that it is at work: it computes, compiles, or other transfers go first."""
 
 
 class Sending(Attempt):
