@@ -47,7 +47,7 @@ class PoolPages:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Inside, work on the current stream writes pages, after all that was enqueued when this object was made."""
-        with self._side.after(self._before):
+        with self._side.after(self._before), torch.inference_mode():  # an engine's pools may be of that mode
             yield
 
     def fill_tail(self, layers: range) -> None:

@@ -315,6 +315,19 @@ async def test_what_cannot_be_is_refused_at_once():
         there.send(receiving.offer, THERE, receiving.deliver)
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8", "splitzip-progressive-ans"])
+async def test_pools_may_be_of_inference_mode(codec):
+    with torch.inference_mode():
+        keys, values = (torch.zeros(3, PAGES, 8, 2, 16, dtype=torch.bfloat16) for _ in range(2))
+    async with pair(codecs=[codec]) as (there, _, _, _):
+        here = await KVEndpoint.start(LAYOUT, KVPools.whole(keys, values), transport="tcp", codecs=[codec])
+        receiving = here.receive("r", HERE, host="127.0.0.1")
+        there.send(receiving.offer, THERE, receiving.deliver)
+        await receiving.done()
+        assert keys[:, HERE].any() and values[:, HERE].any()
+        await here.aclose()
+
+
 async def test_the_first_stage_is_told_once():
     async with pair(codecs=["splitzip-progressive-ans"], max_frame_bytes=1 << 11) as (there, here, _, _):
         told = []
