@@ -338,10 +338,11 @@ class Engine:
     def _record(self, step: Step, seconds: float) -> None:
         self._metrics.step_seconds.observe(seconds)
         self._metrics.step_tokens.observe(sum(item.count for item in step.work))
-        prompt = [w.count for w, s in zip(step.work, step.slices, strict=True) if s.start < len(w.sequence.prompt_ids)]
-        self._metrics.prompt_tokens.inc(sum(prompt))
-        self.step_cost.note(sum(prompt), len(step.work) - len(prompt), seconds)
-        if not prompt:
+        # Output that is verified, or computed once more, costs what a prompt does.
+        chunks = [w for w in step.work if w.count > 1 or w.start < len(w.sequence.prompt_ids)]
+        self._metrics.prompt_tokens.inc(sum(max(0, min(w.count, len(w.sequence.prompt_ids) - w.start)) for w in chunks))
+        self.step_cost.note(sum(w.count for w in chunks), len(step.work) - len(chunks), seconds)
+        if not chunks:
             self._launch_delay.landed(seconds)
         self._metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions)
         self._preemptions = self._scheduler.preemptions

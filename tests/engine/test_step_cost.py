@@ -4,9 +4,11 @@ import math
 
 import pytest
 
+from kvrail.engine.request.requests import Resumed
 from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.cost import LineFit, StepCostModel
 from tests.engine.bench import Bench
+from tests.engine.page_machine import expected
 
 
 def test_a_line_through_steps():
@@ -100,3 +102,15 @@ def test_an_engine_follows_what_its_steps_took(gap_s, chunk):
     bench.submit("long", [7] * 70, max_tokens=1)
     bench.step(1)
     assert bench.machine.steps[-1] == [1, 1, chunk]
+
+
+def test_output_that_is_computed_once_more_is_no_decode(monkeypatch):
+    """A request that another worker began: chunks of its output take far longer than a decode, and are no prompt."""
+    bench, noted = Bench(max_batch_tokens=16), []
+    monkeypatch.setattr(bench.engine.step_cost, "note", lambda *step: noted.append(step[:2]))
+    prompt = list(range(8))
+    bench.submit("resumed", prompt, 40, resumed=(Resumed(tuple(expected(prompt, 38))),))
+    bench.run()
+    assert bench.machine.steps == [[16], [16], [14], [1]]
+    assert noted == [(16, 0), (16, 0), (14, 0), (0, 1)]
+    assert bench.registry.get_sample_value("kvrail_engine_prompt_tokens_total", {"model_name": "machine"}) == 8
