@@ -14,6 +14,7 @@ from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.breaker import FAILURES
 from kvrail.services.decode import fetcher, prompt_fetch
 from kvrail.services.prefill import handler
+from kvrail.transport.tcp import transport as tcp
 from kvrail.wire.v1 import prefill_pb2
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.staged import on_send, with_payload
@@ -271,6 +272,22 @@ async def test_a_silent_worker_counts_as_lost(llama, monkeypatch):
         assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
         assert value(c.decode, "local") == 1
         monkeypatch.undo()
+        await c.settled()
+
+
+async def test_a_data_port_that_cannot_be_reached_is_tried_once(llama, monkeypatch):
+    """As behind a firewall: a try takes ten seconds, in which the prompt is computed nowhere."""
+    tried = []
+
+    async def times_out(host, port):
+        tried.append(port)
+        raise TimeoutError
+
+    monkeypatch.setattr(tcp, "_connect", times_out)
+    async with cluster(llama) as c:
+        answer = await c.ask(prompt_of(300))
+        assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        assert not answer.summary.prefill_worker and len(tried) == 1
         await c.settled()
 
 

@@ -182,7 +182,7 @@ class FetchAttempt:
     async def _close(self) -> None:
         """Close the transport's end, opened or not: the sender must not wait for ever for it to be opened."""
         accepted = self._call.accepted_already
-        if self._payloads is None and accepted is not None:
+        if accepted is not None and not self.received.transport:  # else that was tried
             try:
                 self._payloads = await self._open(accepted)
             except KvrailError:
