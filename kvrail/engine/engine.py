@@ -332,8 +332,7 @@ class Engine:
         with self._delivering:
             with self._changed:
                 events = self._tracker.take_events()
-            if events:
-                self._sink(events)
+            self._sink(events)
 
     def _record(self, step: Step, seconds: float) -> None:
         self._metrics.step_seconds.observe(seconds)

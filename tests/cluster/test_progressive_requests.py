@@ -7,6 +7,7 @@ import pytest
 import kvrail.services.decode.choice
 from kvrail.codec import registry
 from kvrail.errors import InvalidRequestError
+from kvrail.services.decode.choice import FIRST_ACCEPTANCE
 from tests.cluster.cluster import cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
 from tests.cluster.staged import SHARED, Dying, drafted, held_bytes, hold_later_stages, until_drafted
@@ -69,6 +70,8 @@ async def test_without_an_alternate_the_prompt_is_computed_here(llama, monkeypat
         answer = await c.ask(prompt, codec="halves", max_tokens=32)
         assert answer.tokens == expected.tokens and not answer.summary.prefill_worker
         assert dying.deaths == 2 and c.decode.meters.transfers.fallbacks["local"].value == 1
+        # Drafts were made, and none was verified: that says nothing of how many are right.
+        assert not answer.summary.drafts_proposed and c.fetcher.chooser._acceptance == FIRST_ACCEPTANCE
         await c.settled()
         assert not held_bytes(c)
 

@@ -74,12 +74,13 @@ class Verified:
     """The outcome of the drafts of sequence `index`; the next Output begins with the accepted ones.
 
     proposed: drafts that were verified, or dropped unverified; fewer than were made if pages are short. accepted:
-    number of leading drafts that the exact KV confirmed; the others are withdrawn.
+    leading drafts that the exact KV confirmed; the others are withdrawn. dropped: they were not verified.
     """
 
     index: int
     proposed: int
     accepted: int
+    dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

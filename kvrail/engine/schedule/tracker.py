@@ -372,9 +372,9 @@ class RequestTracker:
         self._drawn.append((sequence, NewToken(token, len(sequence.output_ids), ending)))
 
     def _report_dropped(self) -> None:
-        """Report drafts that were dropped as verified, with none accepted."""
+        """Report drafts that were dropped: none is accepted."""
         for sequence, count in self._scheduler.take_dropped():
-            self._drawn.append((sequence, Verified(sequence.index, count, 0)))
+            self._drawn.append((sequence, Verified(sequence.index, count, 0, dropped=True)))
 
     def _emit(self, state: RequestState, sequence: Seq, drawn: NewToken | Draft | Verified) -> None:
         if isinstance(drawn, NewToken):

@@ -30,7 +30,7 @@ class DraftLog:
     def verified(self, event: Verified) -> decode_pb2.GenerateReply:
         """Take note of the outcome of a sequence's drafts; returns the reply for a client that asked for them."""
         self._drafted[event.index] = 0
-        self.proposed += event.proposed
+        self.proposed += 0 if event.dropped else event.proposed
         self.accepted += event.accepted
         verified = decode_pb2.Verified(
             position=self._verified[event.index], proposed=event.proposed, accepted=event.accepted
