@@ -53,7 +53,7 @@ def _now() -> list[Panel]:
             "Workers that take requests",
             "Workers that answer, fit the model and are not draining, as the router sees them.",
             "count:workers",
-            total("kvrail_worker_up"),
+            f"{total('kvrail_worker_up')} or vector(0)",
         ),
     ]
 
