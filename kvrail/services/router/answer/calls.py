@@ -3,7 +3,6 @@
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import repeat
 
 from starlette.datastructures import State
 
@@ -12,11 +11,9 @@ from kvrail.errors import KvrailError, ModelNotFoundError
 from kvrail.services.router.answer.leaving import Cancellation
 from kvrail.services.router.answer.trace import Operation
 from kvrail.services.router.fleet.workers import WorkerPool
-from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, Head
-from kvrail.services.router.openai.logprobs import CompletionLogprobs, TokenTexts
+from kvrail.services.router.openai.formats import ChatWriter, CompletionWriter
 from kvrail.services.router.openai.renaming import Rename
-from kvrail.services.router.openai.scored import ScoredPrompt
-from kvrail.services.router.openai.writers import ChunkWriter, Writer, error_event
+from kvrail.services.router.openai.writers import Head, Writer, error_event
 from kvrail.services.router.plan.translate import Plan, Planner
 from kvrail.services.router.schema import ChatRequest, CompletionRequest
 from kvrail.telemetry.tracing import Hop
@@ -99,15 +96,6 @@ class ApiCall(ABC):
         fingerprint = f"fp_{self.parts.pool.fingerprint[:12]}"
         return Head(f"{prefix}-{self.state.request_id}", int(time.time()), self.name, fingerprint)
 
-    def texts(self) -> TokenTexts:
-        """How tokens are shown."""
-        request = self.request
-        return TokenTexts(
-            self.parts.tokenizer,
-            as_ids=bool(request.return_tokens_as_token_ids),
-            all_listed=request.logprob_token_ids is not None,
-        )
-
     def failure(self, error: KvrailError) -> bytes:
         """The last event of a stream that fails before it has a writer."""
         return error_event(error)
@@ -123,20 +111,7 @@ class ChatCall(ApiCall):
 
     def writer(self, plan: Plan) -> Writer:
         """Chunks of chat completions."""
-        request = self.request
-        texts = self.texts()
-        form = ChatFormat(
-            self.head("chatcmpl"),
-            texts,
-            choices=plan.n,
-            logprobs=bool(request.logprobs),
-            reader=plan.reader,
-            reasoning=request.include_reasoning is not False,
-            prompt_ids=plan.prompts[0] if request.return_token_ids else None,
-            prompt=ScoredPrompt(texts, plan.prompts[0]) if plan.scores else None,
-            prompt_top=request.prompt_logprobs or 0,
-        )
-        return ChunkWriter(form, request, plan)
+        return ChatWriter(self.head("chatcmpl"), self.parts.tokenizer, self.request, plan)
 
 
 class CompletionCall(ApiCall):
@@ -152,22 +127,4 @@ class CompletionCall(ApiCall):
 
     def writer(self, plan: Plan) -> Writer:
         """Chunks of completions."""
-        request = self.request
-        texts = self.texts()
-        prompts = [ids for ids in plan.prompts for _ in range(plan.n)]
-        prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
-        skip, echoed = plan.sampling[0].skip_special_tokens, request.echo and request.logprobs is not None
-        form = CompletionFormat(
-            self.head("cmpl"),
-            prefixes=prefixes,
-            logprobs=[
-                CompletionLogprobs(texts, len(prefix) if echoed else 0, ids, skip_special=skip)
-                for prefix, ids in zip(prefixes, prompts, strict=True)
-                if request.logprobs is not None
-            ],
-            prompt_ids=prompts if request.return_token_ids else None,
-            prompts=list(map(ScoredPrompt, repeat(texts), prompts, prefixes)) if plan.scores else (),
-            echo_top=request.logprobs if request.echo else None,
-            prompt_top=request.prompt_logprobs,
-        )
-        return ChunkWriter(form, request, plan)
+        return CompletionWriter(self.head("cmpl"), self.parts.tokenizer, self.request, plan)

@@ -1,41 +1,19 @@
-"""Responses in OpenAI's shapes, whole and as chunks of a stream."""
+"""The two older APIs of OpenAI: what their chunks and whole responses hold."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import ClassVar
 
-from kvrail.services.router.openai.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from kvrail.services.router.openai.logprobs import CompletionLogprobs, chat_logprobs
 from kvrail.services.router.openai.scored import ScoredPrompt
-from kvrail.services.router.plan.reading import OutputReader
+from kvrail.services.router.openai.writers import ChunkWriter, Head
 from kvrail.services.router.plan.tools.forms import Said
 from kvrail.services.router.plan.tools.shown import join_calls, shown_delta, whole_message
-from kvrail.services.router.values import Delta, Drafted, Json, Scored, Settled
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What every object of one response has; created: Unix seconds."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    def envelope(self, kind: str, choices: list[Json]) -> Json:
-        """An object of the API."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
-            "choices": choices,
-        }
-
-    def whole(self, kind: str, choices: list[Json]) -> Json:
-        """A whole response, with the further keys that OpenAI's and vLLM's have."""
-        return {**self.envelope(kind, choices), "service_tier": "default", "kv_transfer_params": None}
+from kvrail.services.router.plan.translate import Plan
+from kvrail.services.router.schema import ChatRequest, CompletionRequest
+from kvrail.services.router.values import Delta, Json, Scored
+from kvrail.text import Tokenizer
 
 
 @dataclass(slots=True)
@@ -61,59 +39,6 @@ class Choice:
             self.stop_reason = delta.stop_reason
 
 
-_UNENDED: Json = {"finish_reason": None}
-
-
-class Format(ABC):
-    """One of the two APIs whose streams are chunks of one shape.
-
-    kind: of a chunk. silent: what a choice without output has there. simple: whether chunks that bring text alone
-    differ only in that text.
-    """
-
-    kind: ClassVar[str]
-    silent: ClassVar[Json]
-
-    def __init__(self, head: Head, *, simple: bool) -> None:
-        self._head = head
-        self.simple = simple
-
-    def _chunk(
-        self, index: int, output: Json, logprobs: Json | None = None, end: Json = _UNENDED, **more: list[int]
-    ) -> Json:
-        """A chunk of one choice."""
-        choice = {"index": index, **output, "logprobs": logprobs, **end, **more}
-        return self._head.envelope(self.kind, [choice])
-
-    @abstractmethod
-    def opening(self) -> list[Json]:
-        """Chunks that go before the first output."""
-
-    @abstractmethod
-    def chunk(self, delta: Delta) -> Json | None:
-        """The chunk for new output; None where it is held back and there is nothing else to send."""
-
-    def draft_chunk(self, news: Drafted | Settled) -> Json:
-        """The chunk that reports drafts: one without output, and the member `kvrail`."""
-        return {**self._chunk(news.index, self.silent), "kvrail": _draft_member(news)}
-
-    @abstractmethod
-    def scored_chunk(self, scored: Scored) -> Json | None:
-        """The chunk with log probabilities of a prompt, where a stream shows them."""
-
-    def last(self) -> Json:
-        """The chunk without choices that carries the usage."""
-        return self._head.envelope(self.kind, [])
-
-    @abstractmethod
-    def add(self, update: Delta | Scored) -> None:
-        """Collect new output, or log probabilities of a prompt, for `whole`."""
-
-    @abstractmethod
-    def whole(self) -> Json:
-        """The response with all output that was added."""
-
-
 def _join_lists(parts: Sequence[Json]) -> Json:
     """Merge objects of parallel lists; a field that is no list keeps its first value."""
     first = parts[0]
@@ -136,57 +61,27 @@ def _token_ids(delta: Delta, wanted: bool) -> Json:
     return {"token_ids": list(delta.token_ids)} if wanted and delta.token_ids else {}
 
 
-def _draft_member(news: Drafted | Settled) -> Json:
-    """The member `kvrail` of a chunk that reports drafts (docs/provisional-streaming.md)."""
-    if isinstance(news, Drafted):
-        place = {"index": news.index, "position": news.position}
-        return {"provisional": {**place, "tokens": len(news.token_ids), "text": news.text}}
-    member: Json = {}
-    if news.accepted:
-        member["confirm"] = {"index": news.index, "position": news.position, "tokens": news.accepted}
-    if news.accepted < news.proposed:
-        member["retract"] = {"index": news.index, "position": news.position + news.accepted}
-    return member
-
-
-class ChatFormat(Format):
+class ChatWriter(ChunkWriter):
     """chat.completion and chat.completion.chunk."""
 
     kind = "chat.completion.chunk"
     silent: ClassVar[Json] = {"delta": {}}
 
-    def __init__(
-        self,
-        head: Head,
-        texts: TokenTexts,
-        *,
-        choices: int,
-        logprobs: bool,
-        reader: Callable[[], OutputReader] | None = None,
-        reasoning: bool = True,
-        prompt_ids: Sequence[int] | None = None,
-        prompt: ScoredPrompt | None = None,
-        prompt_top: int = 0,
-    ) -> None:
-        """reader: what takes a choice's output apart; None: all of it is content. reasoning: whether it is shown.
-
-        prompt_ids: the prompt's token ids, where those of the output are shown too. prompt: where the whole answer
-        has its log probabilities, with those of the `prompt_top` most likely tokens.
-        """
-        super().__init__(head, simple=reader is None and prompt_ids is None)
-        self._texts = texts
-        self._logprobs = logprobs
-        self._prompt_ids = prompt_ids
-        self._prompt = prompt
-        self._prompt_top = prompt_top
-        self._choices = [Choice() for _ in range(choices)]
-        self._readers = [OutputReader(None, None) if reader is None else reader() for _ in range(choices)]
-        self._reasoning = reasoning
+    def __init__(self, head: Head, tokenizer: Tokenizer, request: ChatRequest, plan: Plan) -> None:
+        super().__init__(head, tokenizer, request, plan, simple=plan.reader is None)
+        prompt = plan.prompts[0]
+        self._logprobs = bool(request.logprobs)
+        self._prompt_ids = prompt if request.return_token_ids else None
+        self._prompt = ScoredPrompt(self._texts, prompt) if plan.scores else None
+        self._prompt_top = request.prompt_logprobs or 0
+        self._choices = [Choice() for _ in range(plan.n)]
+        self._readers = [plan.new_reader() for _ in range(plan.n)]
+        self._reasoning = request.include_reasoning is not False
 
     def _find_logprobs(self, delta: Delta) -> Json | None:
         return chat_logprobs(self._texts, delta) if self._logprobs and delta.token_ids else None
 
-    def opening(self) -> list[Json]:
+    def first_chunks(self) -> list[Json]:
         """Each choice's role."""
         delta = {"role": "assistant", "content": ""}
         chunks = [self._chunk(i, {"delta": delta}) for i in range(len(self._choices))]
@@ -216,21 +111,18 @@ class ChatFormat(Format):
 
     def add(self, update: Delta | Scored) -> None:
         """Collect new output, or log probabilities of the prompt, which all choices share."""
-        if isinstance(update, Delta):
-            self._add_output(update)
-        elif self._prompt is not None and update.index == 0:
-            self._prompt.add(update.logprobs)
-
-    def _add_output(self, delta: Delta) -> None:
-        choice, reader = self._choices[delta.index], self._readers[delta.index]
-        said = self._read(delta)
-        choice.add(replace(delta, text=said.content), self._find_logprobs(delta))
+        if isinstance(update, Scored):
+            if self._prompt is not None and update.index == 0:
+                self._prompt.add(update.logprobs)
+            return
+        choice, said = self._choices[update.index], self._read(update)
+        choice.add(replace(update, text=said.content), self._find_logprobs(update))
         choice.reasoning.append(said.reasoning)
         join_calls(choice.calls, said.calls)
-        if reader.called and choice.finish_reason == "stop":
+        if self._readers[update.index].called and choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"
 
-    def whole(self) -> Json:
+    def whole(self, usage: Json) -> Json:
         """The whole response."""
         choices: list[Json] = [
             {
@@ -247,45 +139,36 @@ class ChatFormat(Format):
             **self._head.whole("chat.completion", choices),
             "prompt_token_ids": None if self._prompt_ids is None else list(self._prompt_ids),
             "prompt_logprobs": None if self._prompt is None else self._prompt.entries(self._prompt_top),
+            "usage": usage,
         }
 
 
-class CompletionFormat(Format):
-    """text_completion, whole or as chunks; prefixes: text before each choice's output."""
+class CompletionWriter(ChunkWriter):
+    """text_completion, whole or as chunks; prefixes of the plan: text before each choice's output."""
 
     kind = "text_completion"
     silent: ClassVar[Json] = {"text": ""}
 
-    def __init__(
-        self,
-        head: Head,
-        *,
-        prefixes: Sequence[str],
-        logprobs: Sequence[CompletionLogprobs] = (),
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-        prompts: Sequence[ScoredPrompt] = (),
-        echo_top: int | None = None,
-        prompt_top: int | None = None,
-    ) -> None:
-        """logprobs: of each choice, where they are asked for.
-
-        prompt_ids: token ids of each choice's prompt, where those of the output are shown too. prompts: each choice's,
-        where their log probabilities are asked for. echo_top, prompt_top: how many likely tokens `logprobs` and
-        `prompt_logprobs` then list; None: neither is asked for.
-        """
-        super().__init__(head, simple=prompt_ids is None)
-        self._prefixes = prefixes
-        self._choices = [Choice() for _ in prefixes]
-        self._prompt_ids = prompt_ids
-        self._prompts = prompts
-        self._echo_top = echo_top
-        self._prompt_top = prompt_top
-        self._logprobs = logprobs
+    def __init__(self, head: Head, tokenizer: Tokenizer, request: CompletionRequest, plan: Plan) -> None:
+        super().__init__(head, tokenizer, request, plan)
+        prompts = [ids for ids in plan.prompts for _ in range(plan.n)]
+        self._prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
+        self._choices = [Choice() for _ in prompts]
+        self._prompt_ids = prompts if request.return_token_ids else None
+        self._prompts = list(map(ScoredPrompt, repeat(self._texts), prompts, self._prefixes)) if plan.scores else []
+        self._echo_top = request.logprobs if request.echo else None
+        self._prompt_top = request.prompt_logprobs
+        skip, echoed = plan.sampling[0].skip_special_tokens, self._echo_top is not None
+        self._logprobs = [
+            CompletionLogprobs(self._texts, len(prefix) if echoed else 0, ids, skip_special=skip)
+            for prefix, ids in zip(self._prefixes, prompts, strict=True)
+            if request.logprobs is not None
+        ]
 
     def _find_logprobs(self, delta: Delta) -> Json | None:
         return self._logprobs[delta.index].take(delta) if self._logprobs and delta.token_ids else None
 
-    def opening(self) -> list[Json]:
+    def first_chunks(self) -> list[Json]:
         """Each choice's prompt, where it is to be echoed or its tokens are scored.
 
         A prompt with log probabilities is echoed as they come.
@@ -329,23 +212,21 @@ class CompletionFormat(Format):
         parts = [*echoed, *self._choices[index].logprobs]
         return _join_lists(parts) if parts else None
 
-    def whole(self) -> Json:
+    def whole(self, usage: Json) -> Json:
         """The whole response."""
         top = self._prompt_top
-        return self._head.whole(
-            "text_completion",
-            [
-                {
-                    "index": i,
-                    "text": prefix + "".join(choice.text),
-                    "logprobs": self._whole_logprobs(i),
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                    "token_ids": None if self._prompt_ids is None else choice.token_ids,
-                    "prompt_token_ids": None,
-                    **self._prompt(i),
-                    "prompt_logprobs": None if top is None else self._prompts[i].entries(top),
-                }
-                for i, (prefix, choice) in enumerate(zip(self._prefixes, self._choices, strict=True))
-            ],
-        )
+        choices: list[Json] = [
+            {
+                "index": i,
+                "text": prefix + "".join(choice.text),
+                "logprobs": self._whole_logprobs(i),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                "token_ids": None if self._prompt_ids is None else choice.token_ids,
+                "prompt_token_ids": None,
+                **self._prompt(i),
+                "prompt_logprobs": None if top is None else self._prompts[i].entries(top),
+            }
+            for i, (prefix, choice) in enumerate(zip(self._prefixes, self._choices, strict=True))
+        ]
+        return {**self._head.whole("text_completion", choices), "usage": usage}
