@@ -7,4 +7,4 @@ from kvrail.text import Tokenizer
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     """Ids of a chat's prompt, as the router makes them."""
-    return tokenizer.encode(tokenizer.render_chat(messages, **options), add_special_tokens=False)
+    return tokenizer.encode(tokenizer.chat.render(messages, **options), add_special_tokens=False)

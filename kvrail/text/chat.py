@@ -104,9 +104,9 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:

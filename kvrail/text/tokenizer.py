@@ -38,7 +38,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._chat = chat
+        self.chat = chat
         self._kind = kind
         self.longest_text = longest_text
         self._bytes: dict[int, bytes] = {}
@@ -76,29 +76,6 @@ class Tokenizer:
                 f"{most} tokens are the most, and no text of {len(text)} characters has so few; shorten it"
             )
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """The text of a chat, to be encoded without special tokens: the template writes bos itself where it is wanted.
-
-        chat_template: used in place of the model's. kwargs are further variables of the template. InvalidRequestError
-        where messages and template do not fit.
-        """
-        chat = self._chat if chat_template is None else self._chat.replaced(chat_template)
-        return chat.render(messages, tools, add_generation_prompt, continue_final_message, documents, **kwargs)
-
-    @property
-    def chat_template(self) -> str:
-        """Source of the model's chat templates."""
-        return self._chat.source
-
     def token_id(self, token: str) -> int | None:
         """Id of a token by its own name, such as `<|im_end|>`; None where there is none."""
         found = self._backend.token_to_id(token)
@@ -119,11 +96,11 @@ class Tokenizer:
         for token_id, token in sorted(self._backend.get_added_tokens_decoder().items()):
             flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
             added[str(token_id)] = {name: getattr(token, name) for name in flags}
-        named = {name: self._chat.variables.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        named = {name: self.chat.variables.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         return {
             "tokenizer_class": self._kind,
             "vocab_size": self.vocab_size,
-            "chat_template": self.chat_template,
+            "chat_template": self.chat.source,
             **named,
             "added_tokens_decoder": added,
         }

@@ -224,7 +224,7 @@ async def test_a_chat_template_of_the_requests_own(tokenizer: Tokenizer):
 async def test_tokenizer_info(cluster: Cluster, tokenizer: Tokenizer):
     found = (await cluster.http.get("/tokenizer_info")).json()
     assert (found["tokenizer_class"], found["eos_token"]) == ("PreTrainedTokenizerFast", "<|end|>")
-    assert found["chat_template"] == tokenizer.chat_template
+    assert found["chat_template"] == tokenizer.chat.source
     special = {int(i): each["content"] for i, each in found["added_tokens_decoder"].items() if each["special"]}
     assert special.keys() == tokenizer.special_ids
     assert special[tokenizer.special_id("<|user|>")] == "<|user|>"

@@ -66,7 +66,7 @@ class Encoder:
         template = request.chat_template
         if template is not None and not self._trust_templates:
             refuse("chat_template", "this server takes none (--trust-request-chat-template); leave it out")
-        source = self._tokenizer.chat_template if template is None else template
+        source = self._tokenizer.chat.source if template is None else template
         documents = _documents(request, source)
         arguments = _template_arguments(request.chat_template_kwargs)
         effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
@@ -78,13 +78,13 @@ class Encoder:
 
         def render() -> str | list[int]:
             messages, shown = shown_by(source, _plain(request.messages or []), tools)
-            text = self._tokenizer.render_chat(
+            chat = self._tokenizer.chat
+            text = (chat if template is None else chat.replaced(template)).render(
                 messages,
                 shown,
                 add_generation_prompt=not continued if opened is None else opened,
                 continue_final_message=continued,
                 documents=documents,
-                chat_template=template,
                 **arguments,
             )
             self._refuse_longer(text, most, most_chars)

@@ -9,10 +9,10 @@ from kvrail.grammar.texts import Part
 from kvrail.runtime.turns import Turns
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.plan.reading import THINK, THOUGHT, OutputReader, ThoughtReader
-from kvrail.services.router.plan.structured import OutputFormat, check, form_of, tokens_of, words_of
+from kvrail.services.router.plan.structured import OutputFormat, check, format_of
 from kvrail.services.router.plan.tools.forms import CallForm, form_for
 from kvrail.services.router.plan.tools.offered import Offer, call_rules
-from kvrail.services.router.schema import ChatRequest, CompletionRequest, Request
+from kvrail.services.router.schema import ChatRequest, CompletionRequest
 from kvrail.text import Tokenizer
 
 _TAIL = 8
@@ -40,14 +40,14 @@ class Shaper:
         self._tokenizer = tokenizer
         self._checker = checker
         self._turns = Turns()
-        template = tokenizer.chat_template
+        template = tokenizer.chat.source
         self._form = form_for(template, tool_parser)
         self._thinks = reasoning_parser != "none" if THINK in template else reasoning_parser not in ("none", "auto")
         self._opens = reasoning_parser == "deepseek_r1"
 
     async def completion(self, request: CompletionRequest, client: str) -> Shape:
         """Shape of a client's completion; InvalidRequestError names the parameter."""
-        asked = self._asked(request)
+        asked = format_of(request, self._tokenizer)
         if asked is None:
             return Shape()
         grammar = await self._turns.run(client, lambda: texts.whole(asked.part()))
@@ -55,7 +55,7 @@ class Shaper:
 
     async def chat(self, request: ChatRequest, client: str, offer: Offer | None, prompt: Sequence[int]) -> Shape:
         """Shape of the answers to a client's chat; InvalidRequestError names the parameter. prompt: token ids."""
-        asked = self._asked(request)
+        asked = format_of(request, self._tokenizer)
         if asked is not None and asked.all_tokens and offer is not None:
             refuse(asked.param, "cannot be combined with tools; send one of them")
         form = self._form if offer is not None else None
@@ -79,15 +79,6 @@ class Shaper:
             lambda: OutputReader(form, ThoughtReader(open=open_thought) if self._thinks else None, most),
             any(self._tokenizer.special_id(mark) is not None for mark in marks),
         )
-
-    def _asked(self, request: Request) -> OutputFormat | None:
-        """The form that `request` asks for; InvalidRequestError where it asks for several."""
-        found = [
-            asked for each in (form_of, tokens_of, words_of) if (asked := each(request, self._tokenizer)) is not None
-        ]
-        if len(found) > 1:
-            refuse(found[1].param, f"cannot be combined with {found[0].param}; send one of them")
-        return found[0] if found else None
 
     def _grammar(
         self, offer: Offer | None, form: CallForm | None, asked: OutputFormat | None, open_thought: bool

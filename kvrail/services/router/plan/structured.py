@@ -67,7 +67,7 @@ def placed(error: InvalidRequestError, asked: OutputFormat) -> InvalidRequestErr
     return InvalidRequestError(f"{param}: {error}", param=param)
 
 
-def form_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
+def format_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
     """The form that `request` asks for, if any; InvalidRequestError where it asks for several or an unknown one."""
     found = [
         asked
@@ -76,6 +76,8 @@ def form_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
             _structured_outputs(request.structured_outputs, tokenizer),
             None if request.json_schema is None else _schema("json_schema", request.json_schema),
             None if not request.grammar else _grammar("grammar", request.grammar),
+            _allowed_tokens(request, tokenizer),
+            _banned_words(request, tokenizer),
         )
         if asked is not None
     ]
@@ -84,7 +86,7 @@ def form_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
     return found[0] if found else None
 
 
-def tokens_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
+def _allowed_tokens(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
     """The tokens that `request` allows, if it names any: the output is made of these alone."""
     if request.allowed_token_ids is None:
         return None
@@ -99,7 +101,7 @@ def tokens_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
     return OutputFormat(param, lambda: texts.from_tokens(written, ends=ends), all_tokens=True)
 
 
-def words_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
+def _banned_words(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
     """The words that `request` bans, if it names some.
 
     As with vLLM: of each word the tokens of its text, and those of its text behind a space where these are as many and

@@ -212,7 +212,7 @@ class Planner:
         field, prompts, prefixes, max_tokens, logprobs, shape = found
         if request.priority and not self._priorities:
             refuse("priority", f"is {request.priority}, but this server takes none (--priorities); leave it out")
-        _check_bias(request.logit_bias or {}, limits.vocabulary)
+        bias = _bias_of(request, len(prompts), limits.vocabulary)
         _check_ids("stop_token_ids", request.stop_token_ids or [], limits.vocabulary)
         _check_ids("logprob_token_ids", request.logprob_token_ids or [], limits.vocabulary)
         codec = request.kvrail.codec if request.kvrail else ""
@@ -221,8 +221,6 @@ class Planner:
             if codec in limits.withheld_codecs:
                 why = "is lossy, and this server's operator has not allowed such codecs (--allow-lossy)"
             refuse("kvrail.codec", f"{codec!r} {why}; choose one of {', '.join(sorted(limits.codecs))}")
-        _check_bias_of(prompts, request.logit_bias or {})
-        bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
         stops = self._encoder.special_stops(request.stop or ())
         stops = {token_id: text for token_id, text in stops.items() if token_id < limits.vocabulary}
         sampling = []
@@ -254,21 +252,18 @@ class Planner:
         return plan
 
 
-def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:
-    """Name every key that is no token of the model's, as far as they fit into a message."""
-    outside = [key for key in biases if int(key) >= vocabulary]
-    if outside:
+def _bias_of(request: Request, prompts: int, vocabulary: int) -> dict[int, float]:
+    """By token id. Every key that is no token of the model's is named, as far as they fit into a message."""
+    biases = {int(key): value for key, value in (request.logit_bias or {}).items()}
+    if outside := [f"{key}" for key in biases if key >= vocabulary]:
         refuse("logit_bias", f"{named(outside)} not in the model's vocabulary of {vocabulary}")
-
-
-def _check_bias_of(prompts: Sequence[Sequence[int]], biases: Mapping[str, float]) -> None:
-    """Refuse more biases than may travel for one request: workers get them with each prompt."""
-    if len(prompts) * len(biases) > MAX_SENT_BIASES:
+    if prompts * len(biases) > MAX_SENT_BIASES:  # workers get them with each prompt
         refuse(
             "logit_bias",
-            f"{len(biases)} biases for each of {len(prompts)} prompts are more than the {MAX_SENT_BIASES} that one "
+            f"{len(biases)} biases for each of {prompts} prompts are more than the {MAX_SENT_BIASES} that one "
             "request may have; send the prompts in several requests",
         )
+    return biases
 
 
 def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:
