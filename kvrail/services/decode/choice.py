@@ -176,5 +176,5 @@ class Chooser:
             self._acceptance = _mean(self._acceptance, accepted / proposed)
 
 
-def _mean(before: float | None, new: float) -> float:
-    return new if before is None else (1 - WEIGHT) * before + WEIGHT * new
+def _mean(before: float, new: float) -> float:
+    return (1 - WEIGHT) * before + WEIGHT * new

@@ -33,7 +33,6 @@ from kvrail.services.router.values import SPENT, Delta, Json, Scored
 from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.tracing import Tracing
-from kvrail.values.sampling import FinishReason
 
 log = logging.getLogger("kvrail.router.answer")
 
@@ -110,9 +109,10 @@ class RequestHandler:
                     writer = call.writer(plan)
                     last_event = writer.failure
                     if sse is None:
-                        outcome = await self._write_whole(call, generation, writer, record, send)
+                        await self._write_whole(call, generation, writer, record, send)
                     else:
-                        outcome = await self._write_stream(call, generation, writer, record, sse)
+                        await self._write_stream(call, generation, writer, record, sse)
+                    outcome = record.outcome
                 except asyncio.CancelledError:
                     if (error := call.cancellation.taken()) is None:
                         outcome = "cancelled"
@@ -164,24 +164,20 @@ class RequestHandler:
 
     async def _write_whole(
         self, call: ApiCall, generation: Generation, writer: Writer, record: RequestRecord, send: Send
-    ) -> str:
-        """Collect all output and send one body; returns the outcome."""
-        outcome = "stop"
+    ) -> None:
+        """Collect all output and send one body."""
         async with aclosing(generation.updates()) as batches:
             async for updates in batches:
                 record.take(updates)
                 for update in updates:
                     if isinstance(update, Delta | Scored):  # drafts are for streams alone
                         writer.add(update)
-                    if isinstance(update, Delta):
-                        outcome = _outcome(outcome, update)
-        usage = final_usage(generation, record.completion_tokens, generation.adopt_marks())
+        usage = final_usage(generation, record.completion_tokens)
         payload = await self._encoded(call, generation.plan, writer, usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
         call.timeline.mark(Moment.RESPONDED)
-        return outcome
 
     async def _encoded(self, call: ApiCall, plan: Plan, writer: Writer, usage: Json) -> bytes:
         """The body; one with many log probabilities of prompts is made beside the event loop, one at a time."""
@@ -191,9 +187,8 @@ class RequestHandler:
 
     async def _write_stream(
         self, call: ApiCall, generation: Generation, writer: Writer, record: RequestRecord, sse: SseStream
-    ) -> str:
-        """Send what came at one moment in one write; returns the outcome."""
-        outcome = "stop"
+    ) -> None:
+        """Send what came at one moment in one write."""
         opening = writer.opening()
         if writer.greets:
             await sse.greet(opening)
@@ -201,17 +196,13 @@ class RequestHandler:
         async with aclosing(generation.updates()) as batches:
             async for updates in batches:
                 record.take(updates)
-                for update in updates:
-                    if isinstance(update, Delta):
-                        outcome = _outcome(outcome, update)
                 if events := opening + writer.events(updates):
                     await sse.write(events)
                 opening = b""
-        usage = final_usage(generation, record.completion_tokens, generation.adopt_marks())
+        usage = final_usage(generation, record.completion_tokens)
         await sse.write(opening + writer.closing(usage))
         await sse.end()
         call.timeline.mark(Moment.RESPONDED)
-        return outcome
 
     async def _fail(
         self,
@@ -254,8 +245,3 @@ class RequestHandler:
 
 def _part(call: ApiCall, name: str) -> AbstractContextManager[None]:
     return call.trace.part(name) if call.trace else nullcontext()
-
-
-def _outcome(before: str, delta: Delta) -> str:
-    """A request counts as cut off where any of its choices is."""
-    return "length" if delta.finish_reason is FinishReason.LENGTH else before

@@ -9,6 +9,7 @@ from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.values import Delta, Drafted, Updates
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import COUNTED_TOKENS, RouterMetrics
+from kvrail.values.sampling import FinishReason
 
 log = logging.getLogger("kvrail.router.observe")
 
@@ -16,7 +17,7 @@ log = logging.getLogger("kvrail.router.observe")
 class RequestRecord:
     """Gauges and counters of one admitted request. `close` must follow, whatever happens.
 
-    provisional: whether the client sees drafts.
+    provisional: whether the client sees drafts. outcome: if it is answered; "length" where any choice is cut off.
     """
 
     def __init__(self, metrics: RouterMetrics, timeline: Timeline, *, provisional: bool) -> None:
@@ -28,6 +29,7 @@ class RequestRecord:
         self._verified: dict[int, int] = {}  # tokens of each choice
         self._shown: dict[int, int] | None = {} if provisional else None  # the same, drafts included
         self.completion_tokens = 0
+        self.outcome = "stop"
         if provisional:
             metrics.expect_tokens("provisional")
         metrics.waiting.inc()
@@ -39,6 +41,8 @@ class RequestRecord:
             if isinstance(update, Delta):
                 if count := len(update.token_ids):
                     tokens[update.index] = tokens.get(update.index, 0) + count
+                if update.finish_reason is FinishReason.LENGTH:
+                    self.outcome = "length"
             elif isinstance(update, Drafted):
                 self._reached("provisional", self._shown, update.index, update.position + len(update.token_ids))
         if tokens:

@@ -83,10 +83,6 @@ class Reservation:
                 computing.leave(1, 1, self.turn.request.pages)
             self.dispatcher.first_token(self.turn.ticket.client, self._tokens)
 
-    def ended(self, tokens: int, found: int) -> None:
-        """All output is there. tokens: its length. found: tokens of the prompt that the worker had cached."""
-        self.dispatcher.answered(tokens // self.turn.request.n, found)
-
     def take_back(self) -> None:
         """Give the places to another prompt now; this one goes on later, where it stopped."""
         self.taken_back = True

@@ -161,8 +161,9 @@ class PromptStream:
                 for reply in replies:
                     news = reply.WhichOneof("news")
                     if news == "summary":
-                        output.end(reply.summary, offset)
-                        reserved.ended(reply.summary.completion_tokens, reply.summary.cached_tokens)
+                        summary, n = reply.summary, self._request.sampling.n
+                        output.end(summary, offset)
+                        route.dispatcher.answered(summary.completion_tokens // n, summary.cached_tokens)
                     elif news == "prompt_logprobs":
                         for scored in output.scored(reply.prompt_logprobs):
                             yield [scored]

@@ -18,7 +18,7 @@ def usage_so_far(plan: Plan, completion_tokens: int) -> dict[str, Any]:
     }
 
 
-def final_usage(generation: Generation, completion_tokens: int, timeline: Timeline) -> dict[str, Any]:
+def final_usage(generation: Generation, completion_tokens: int) -> dict[str, Any]:
     """Counts at the end, with where the KV came from, its bytes on the wire and before encoding, and the time it took.
 
     Over several prompts, counts and bytes are sums, names are joined by commas and the stages are those of the prompt
@@ -29,7 +29,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     worker or another one was asked for that is not compiled yet. exposed_transfer_seconds: the longest time that exact
     KV came after its prompt had been computed.
     """
-    summaries = generation.summaries
+    summaries, timeline = generation.summaries, generation.adopt_marks()
     usage = usage_so_far(generation.plan, completion_tokens)
     usage["prompt_tokens_details"] = {"cached_tokens": sum(min(s.cached_tokens, s.prompt_tokens) for s in summaries)}
     prefill_workers = dict.fromkeys(s.prefill_worker for s in summaries if s.prefill_worker)
