@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvrail.codec.base import Codec
 from kvrail.errors import IncompatibleError
-from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
+from kvrail.transfer.sizes import MOST_DIRECT_FRAME_BYTES, frame_bytes
 from kvrail.transport.base import Peer, Transport
 
 
@@ -27,7 +27,7 @@ class Route:
     def frame_bytes(self, most: int, link_bytes_per_s: int = 0) -> int:
         """KV that is encoded at once, at most `most`; link_bytes_per_s: 0 if it is not known."""
         if self.on_device:
-            return direct_frame_bytes(most)
+            return min(MOST_DIRECT_FRAME_BYTES, most)
         return frame_bytes(link_bytes_per_s, most, self.codec.num_stages)
 
 

@@ -15,6 +15,7 @@ STAGED_FRAME_S = 0.02
 """At least this long if a codec has several stages: each travels by itself, the first is about a third of the KV, and
 the calls that a block's encoding costs the host do not depend on what it holds (docs/decisions/0009)."""
 MOST_DIRECT_FRAME_BYTES = 64 << 20
+"""Most of a frame from GPU to GPU, where large ones lose least around each; one of 64 MiB takes NVLink 0.2 ms."""
 USUAL_FRAME_BYTES = 4 << 20
 """A frame's KV while the link is not measured."""
 
@@ -33,11 +34,6 @@ def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int) ->
     if num_stages > 1:
         block = max(block, round(STAGED_FRAME_S * link_bytes_per_s))
     return min(block, max_frame_bytes)
-
-
-def direct_frame_bytes(max_frame_bytes: int) -> int:
-    """As `frame_bytes`, from GPU to GPU: large frames lose least around each; one of 64 MiB takes NVLink 0.2 ms."""
-    return min(MOST_DIRECT_FRAME_BYTES, max_frame_bytes)
 
 
 def pages_per_frame(layout: KVLayout, frame_bytes: int) -> int:

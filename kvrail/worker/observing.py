@@ -26,7 +26,7 @@ class SentKV:
     def encoded(self, header: FrameHeader, seconds: float, stats: EncodingStats) -> None:
         """A block was encoded."""
         if self._spans is not None:
-            self._spans.add("encode", _pages(header), seconds, bytes=header.spec.raw_bytes)
+            self._spans.add("encode", pages_of(header), seconds, bytes=header.spec.raw_bytes)
         self._meters.coding.encoded(
             header.codec, seconds, values=stats.values, escapes=stats.escapes, raw_tensors=stats.raw_tensors
         )
@@ -34,7 +34,7 @@ class SentKV:
     def sent(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame has left."""
         if self._spans is not None:
-            self._spans.add("send", _pages(header), seconds, bytes=payload_bytes, stage=header.stage)
+            self._spans.add("send", pages_of(header), seconds, bytes=payload_bytes, stage=header.stage)
         raw_bytes = header.spec.raw_bytes if header.stage == 0 else 0
         self._meters.transfers.crossed("sent", header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
 
@@ -43,39 +43,7 @@ class SentKV:
         self._meters.transfers.held_bytes.inc(change)
 
 
-class ReceivedKV:
-    """Counts what one transfer brings, for metrics and for the request's usage. spans: where a trace is asked for."""
-
-    def __init__(self, meters: KVMeters, spans: SpanLog | None = None) -> None:
-        self._meters = meters
-        self._spans = spans
-        self.payload_bytes = 0
-        self.raw_bytes = 0
-
-    def arrived(self, payload_bytes: int, waited_s: float, crossing_s: float) -> None:
-        """A frame is here."""
-        if self._spans is not None:
-            self._spans.add("wait for a frame", "wait", waited_s, bytes=payload_bytes)
-
-    def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
-        """A frame is in the pages."""
-        if self._spans is not None:
-            self._spans.add("decode", _pages(header), seconds, bytes=payload_bytes, stage=header.stage)
-        raw_bytes = header.spec.raw_bytes if header.stage == header.num_stages - 1 else 0
-        self._meters.coding.decoded(header.codec, seconds)
-        self._meters.transfers.crossed("received", header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
-        self.raw_bytes += raw_bytes
-        self.payload_bytes += payload_bytes
-
-    def coarse(self) -> None:
-        """The pages hold a coarse form of the KV."""
-
-    def kept(self, change: int) -> None:
-        """Earlier stages are kept until the last has come, or are no more."""
-        self._meters.transfers.kept_bytes.inc(change)
-
-
-def _pages(header: FrameHeader) -> str:
+def pages_of(header: FrameHeader) -> str:
     """Which layers and pages a frame holds, for people."""
     last_layer, last_page = (
         header.first_layer + header.spec.num_layers - 1,

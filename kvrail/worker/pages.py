@@ -1,7 +1,7 @@
 """The engine's pages as transfers see them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from kvrail.codec.base import Block, PagedBlock
 from kvrail.engine.kv.cache import PagedCache
@@ -23,12 +23,10 @@ class LeasedPages(PoolPages):
         self._cache = cache
         self._written = False
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> AbstractContextManager[None]:
         """See `PoolPages.writing`."""
         self._written = True
-        with super().writing():
-            yield
+        return super().writing()
 
     def block(self, layers: range, first_page: int, end_page: int) -> PagedBlock:
         """Pages `first_page` to `end_page` - 1 of the request; plain copies, to be read, where some are closed."""

@@ -39,7 +39,7 @@ from kvrail.wire.convert import (
 )
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker.access import EngineAccess
-from kvrail.worker.observing import KVMeters, ReceivedKV
+from kvrail.worker.observing import KVMeters, pages_of
 from kvrail.worker.status import ServedModel
 from kvrail.worker.transports import Transports
 
@@ -230,24 +230,35 @@ class FetchAttempt:
             requests.receive_first_tokens(self._request.request_id, tokens)
 
 
-class _Watching(ReceivedKV):
-    """Counts what an attempt receives, times its link, and has the request draft."""
+class _Watching:
+    """Counts what an attempt receives, for metrics, usage and traces; times its link, and has the request draft."""
 
     def __init__(self, meters: KVMeters, spans: SpanLog | None, attempt: FetchAttempt) -> None:
-        super().__init__(meters, spans)
+        self._meters = meters
+        self._spans = spans
         self._attempt = attempt
 
     def arrived(self, payload_bytes: int, waited_s: float, crossing_s: float) -> None:
         """A frame is here."""
-        super().arrived(payload_bytes, waited_s, crossing_s)
+        if self._spans is not None:
+            self._spans.add("wait for a frame", "wait", waited_s, bytes=payload_bytes)
         self._attempt.crossing.add(payload_bytes, crossing_s)
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame is in the pages."""
-        super().decoded(header, payload_bytes, seconds)
+        if self._spans is not None:
+            self._spans.add("decode", pages_of(header), seconds, bytes=payload_bytes, stage=header.stage)
+        raw_bytes = header.spec.raw_bytes if header.stage == header.num_stages - 1 else 0
+        self._meters.coding.decoded(header.codec, seconds)
+        self._meters.transfers.crossed("received", header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
         received = self._attempt.received
-        received.payload_bytes, received.raw_bytes = self.payload_bytes, self.raw_bytes
+        received.payload_bytes += payload_bytes
+        received.raw_bytes += raw_bytes
 
     def coarse(self) -> None:
         """The pages hold a coarse form of the KV."""
         self._attempt.begin_drafting()
+
+    def kept(self, change: int) -> None:
+        """Earlier stages are kept until the last has come, or are no more."""
+        self._meters.transfers.kept_bytes.inc(change)
