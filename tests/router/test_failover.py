@@ -8,6 +8,7 @@ from kvrail.errors import OverloadedError, WorkerUnavailableError
 from kvrail.runtime import breaker
 from kvrail.services.router.fleet import worker as one_worker
 from kvrail.services.router.fleet import workers
+from kvrail.services.router.fleet.policy import PlacementRequest
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2
 from tests.router.cluster import CONTEXT, MODEL, OUTPUT, VOCABULARY, run_cluster, status, until, write_output
@@ -225,7 +226,7 @@ async def test_a_worker_that_fails_all_it_is_asked_is_left_alone_and_tried_again
         broken.script = failing(WorkerUnavailableError("something is wrong here"))
         pool = cluster.service.pool
         for number in range(breaker.FAILURES):
-            await until(lambda: pool.healthy_decode()[0].target == broken.target)
+            await until(lambda: pool.policy.rank(PlacementRequest(1), pool.candidates()[0])[0].target == broken.target)
             assert (await cluster.chat()).json()["choices"][0]["message"]["content"] == OUTPUT
             assert len(broken.requests) == number + 1
         await until(lambda: pool.decode[broken.target].state == "failing")

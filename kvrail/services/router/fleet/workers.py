@@ -19,15 +19,7 @@ from kvrail.services.router.fleet.compatibility import (
 )
 from kvrail.services.router.fleet.demand import DemandClock
 from kvrail.services.router.fleet.discovery import Discovery
-from kvrail.services.router.fleet.policy import (
-    POLICIES,
-    Candidate,
-    PlacementRequest,
-    WorkerState,
-    able,
-    places,
-    suitable,
-)
+from kvrail.services.router.fleet.policy import POLICIES, Candidate, WorkerState, able, places
 from kvrail.services.router.fleet.worker import NOT_ASKED, BothWorker, DecodeWorker, PrefillWorker, Worker
 from kvrail.services.router.plan.translate import Limits
 from kvrail.telemetry.router import RouterMetrics
@@ -296,9 +288,8 @@ class WorkerPool:
                 await self._met.wait()
 
     def healthy_decode(self, kv_cache: str = "") -> list[DecodeWorker]:
-        """Decode workers that take requests which ask for `kv_cache`, the best first for a small request."""
-        ranked = self.policy.rank(PlacementRequest(1), suitable(kv_cache, self.candidates()[0]))
-        return [self.decode[placement.target] for placement in ranked]
+        """Decode workers that take requests which ask for `kv_cache`."""
+        return able([worker for worker in self.decode.values() if suits(worker.kv_cache, kv_cache)])
 
     def unavailable(self, kv_cache: str = "") -> KvrailError:
         """Why no decode worker takes requests that ask for `kv_cache`: none does now, or none has such pages."""
