@@ -84,7 +84,7 @@ async def test_a_transport_is_avoided_where_it_may_have_failed(error):
         _fetcher=SimpleNamespace(
             chooser=chooser,
             workers=SimpleNamespace(client=lambda _: None),
-            avoided=lambda _: (),
+            offered_transports=lambda _: (),
             avoid=lambda *pair: avoided.append(pair),
         ),
         _progress=SimpleNamespace(committed=False),

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from kvrail.transfer.guard import Transfer
 from kvrail.transfer.receiving import PageReceiver
 from kvrail.transfer.silence import unless_silent
 from kvrail.transfer.sizes import block_spec, first_recent_page
-from kvrail.transport.base import PayloadReceiver, Peer
+from kvrail.transport.base import PayloadReceiver, Peer, Transport
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.checks import check_name
 from kvrail.wire.convert import (
@@ -93,18 +93,15 @@ class FetchAttempt:
 
     @asynccontextmanager
     async def asked(
-        self, client: GrpcPrefillClient, timeout_s: float | None, link_bytes_per_s: int, avoided: Collection[str]
+        self, client: GrpcPrefillClient, timeout_s: float | None, link_bytes_per_s: int, offered: Sequence[Transport]
     ) -> AsyncIterator[None]:
         """Ask a worker to compute the prompt and send its KV. After the block nothing of the attempt is written.
 
-        link_bytes_per_s: of the link from there, 0 if it is not known. avoided: transports that are not offered, if
-        there are others.
+        link_bytes_per_s: of the link from there, 0 if it is not known. offered: transports by which it may send.
         """
         self._begun = perf_counter()
         self._host = client.host
         parts, progress = self._parts, self._progress
-        every = parts.transports.all
-        offered = [transport for transport in every if transport.name not in avoided] or every
         request = prefill_pb2.PrefillRequest(
             request_id=self._request.caller_id,
             prompt_token_ids=self._request.prompt_ids,

@@ -1,6 +1,7 @@
 """What a decode worker knows about fetching KV: codecs, transports, links, and which prefill workers answer."""
 
 import logging
+from collections.abc import Sequence
 from time import monotonic
 
 from kvrail.codec.base import Codec
@@ -12,6 +13,7 @@ from kvrail.services.decode.local import LOCAL_FALLBACK_TOKENS, LocalFallbacks, 
 from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, GrpcPrefillWorkers
 from kvrail.services.decode.progress import Progress
 from kvrail.transfer.peers import Recent
+from kvrail.transport.base import Transport
 from kvrail.worker.budgets import mixed_tokens
 from kvrail.worker.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
 
@@ -98,10 +100,10 @@ class Fetcher:
         self.chooser.observe_steps(*progress.steps_after())
         self.chooser.observe_drafts(progress.drafts.proposed, progress.drafts.accepted)
 
-    def avoided(self, address: str) -> list[str]:
-        """Transports that are not offered to a worker now."""
-        now = monotonic()
-        return [name for (peer, name), until in self._avoided.items() if peer == address and until > now]
+    def offered_transports(self, address: str) -> Sequence[Transport]:
+        """Those that are offered to a worker now: all but what is avoided, if there are others."""
+        now, every = monotonic(), self.parts.transports.all
+        return [each for each in every if self._avoided.get((address, each.name), 0.0) <= now] or every
 
     def avoid(self, address: str, transport: str) -> None:
         """Agreed upon with a worker, a transport brought nothing: perhaps no network leads there."""

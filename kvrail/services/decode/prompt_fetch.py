@@ -140,7 +140,8 @@ class PromptFetch:
         progress.prefill_worker, progress.received = address, received
         began = breaker.begin()
         try:
-            async with attempt.asked(fetcher.workers.client(address), timeout_s, link, fetcher.avoided(address)):
+            client, transports = fetcher.workers.client(address), fetcher.offered_transports(address)
+            async with attempt.asked(client, timeout_s, link, transports):
                 await attempt.receive()
                 self._source = breaker, began
                 self._commit(address)

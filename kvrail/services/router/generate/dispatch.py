@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvrail.errors import DeadlineError, KvrailError
+from kvrail.errors import DeadlineError
 from kvrail.runtime.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
 from kvrail.services.router.fleet.policy import PlacementRequest, WorkerChoice, able, suitable
 from kvrail.services.router.fleet.ways import Slo, Snapshot, choose_way
@@ -316,16 +316,14 @@ class Dispatcher:
 
     def _fail_stranded(self) -> None:
         """Fail the prompts whose kind of workers takes no requests now."""
-        decode, _ = self._pool.candidates()
         for kind in self.queue.kinds:
-            if not able(suitable(kind, decode)):
-                self._fail(kind, self._pool.unavailable(kind))
-
-    def _fail(self, kind: str, error: KvrailError) -> None:
-        for ticket, turn in [each for each in self._turns.items() if each[0].kind == kind]:
-            self._drop(ticket)
-            if turn.granted is not None and not turn.granted.done():
-                turn.granted.set_exception(error)
+            if self._pool.healthy_decode(kind):
+                continue
+            error = self._pool.unavailable(kind)
+            for ticket, turn in [each for each in self._turns.items() if each[0].kind == kind]:
+                self._drop(ticket)
+                if turn.granted is not None and not turn.granted.done():
+                    turn.granted.set_exception(error)
 
     def _drop(self, ticket: Ticket) -> None:
         del self._turns[ticket]

@@ -111,14 +111,13 @@ class Encoder:
                 return self._tokenizer.encode(prompt, special, most), prompt if request.echo else ""
             return prompt, self._tokenizer.decode(prompt, skip_special_tokens=False) if request.echo else ""
 
-        def encode_all() -> list[tuple[list[int], str]]:
-            return [encode(prompt) for prompt in request.prompt]
-
         with _about("prompt"):
             for prompt in request.prompt:
                 if isinstance(prompt, str):
                     self._refuse_longer(prompt, most, most_chars)
-        pairs = await self._run(client, encode_all, "prompt", sum(map(len, request.prompt)))
+        pairs = await self._run(
+            client, lambda: list(map(encode, request.prompt)), "prompt", sum(map(len, request.prompt))
+        )
         return [_last(ids, keep) for ids, _ in pairs], [text for _, text in pairs]
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> list[int]:
