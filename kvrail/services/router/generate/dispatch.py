@@ -50,62 +50,28 @@ class Reservation:
     """What a prompt holds of a decode worker and, until its first token, of the worker that computes it.
 
     prefill: prefill workers, first the one that is to compute the prompt. places: sequences that the decode worker
-    computes at once. kv_cache: the form of that worker's pages. began: when, for its breaker. taken_back: the places,
-    which were lent, went to another prompt.
+    computes at once. kv_cache: the form of that worker's pages. began: when, for its breaker. computing: what still
+    computes the prompt, and of that `tokens` tokens. stop: ends the call to the worker. taken_back: the places, which
+    were lent, went to another prompt; this one goes on later, where it stopped. left: all was given back.
     """
 
-    dispatcher: "Dispatcher"
     turn: Turn
     worker: DecodeWorker
     prefill: Sequence[Worker]
     places: int
     kv_cache: str
     began: float
-    _computing: Worker | None
-    _tokens: int
+    computing: Worker | None
+    tokens: int
+    stop: Callable[[], object] | None = None
     taken_back: bool = False
-    _stop: Callable[[], object] | None = None
-    _left: bool = False
-
-    def succeeded(self, tokens: int) -> None:
-        """The worker has sent `tokens` more tokens."""
-        self.worker.breaker.succeeded(self.began)
-        if tokens and not self._left:
-            self.computed()
-            self.dispatcher.queue.charge(self.turn.ticket.client, OUTPUT_WEIGHT * tokens)
-
-    def computed(self) -> None:
-        """The first token has come: the prompt is computed."""
-        if self._computing is not None:
-            computing, self._computing = self._computing, None
-            computing.computed(self._tokens)
-            if computing is not self.worker:
-                computing.leave(1, 1, self.turn.request.pages)
-            self.dispatcher.first_token(self.turn.ticket.client, self._tokens)
-
-    def take_back(self) -> None:
-        """Give the places to another prompt now; this one goes on later, where it stopped."""
-        self.taken_back = True
-        if self._stop is not None:
-            self._stop()
-        self.leave()
+    left: bool = False
 
     def stops_with(self, stop: Callable[[], object]) -> None:
         """What ends the call to the worker, should the places be taken back; at once, if they have been."""
-        self._stop = stop
+        self.stop = stop
         if self.taken_back:
             stop()
-
-    def leave(self, *, refused: bool = False) -> None:
-        """Give everything back; harmless if that was done. refused: the worker had no room after all."""
-        if self._left:
-            return
-        self._left = True
-        self.worker.refused = refused
-        self.computed()
-        self.worker.breaker.left(self.began)
-        self.worker.leave(self.turn.request.n, self.places, self.turn.request.pages)
-        self.dispatcher.left(self.turn, ended=not (refused or self.taken_back))
 
 
 class Dispatcher:
@@ -206,7 +172,7 @@ class Dispatcher:
             self._drop(turn.ticket)
             self.serve()
         elif granted.done() and not granted.cancelled() and granted.exception() is None:
-            granted.result().leave()
+            self.leave(granted.result())
 
     def serve(self) -> None:
         """Reserve workers for the prompts whose turn it is, while there is room."""
@@ -268,7 +234,11 @@ class Dispatcher:
         if borrower is None:
             return False
         ticket.took = True
-        self._reserved[borrower].take_back()
+        reserved = self._reserved[borrower]
+        reserved.taken_back = True
+        if reserved.stop is not None:
+            reserved.stop()
+        self.leave(reserved)
         return True
 
     def _take(self, turn: Turn, choice: WorkerChoice) -> Reservation:
@@ -290,22 +260,44 @@ class Dispatcher:
         if prefill:
             reason = choice.prefill[0].reason
             self._metrics.placed("prefill", computing.role, computing.target, reason, computing.kv_cache)
-        made = Reservation(self, turn, worker, prefill, places, worker.kv_cache, began, computing, tokens)
+        made = Reservation(turn, worker, prefill, places, worker.kv_cache, began, computing, tokens)
         self._reserved[turn.ticket] = made
         return made
 
-    def first_token(self, client: str, tokens: int) -> None:
-        """`tokens` of a client's prompts have been computed, or are no longer needed."""
-        self._computing[client] -= tokens
+    def advanced(self, reserved: Reservation, tokens: int) -> None:
+        """Its worker has sent `tokens` more tokens."""
+        reserved.worker.breaker.succeeded(reserved.began)
+        if tokens and not reserved.left:
+            self._computed(reserved)
+            self.queue.charge(reserved.turn.ticket.client, OUTPUT_WEIGHT * tokens)
+
+    def _computed(self, reserved: Reservation) -> None:
+        """Its prompt is computed, since the first token has come, or need not be any more."""
+        computing, reserved.computing = reserved.computing, None
+        if computing is None:
+            return
+        computing.computed(reserved.tokens)
+        if computing is not reserved.worker:
+            computing.leave(1, 1, reserved.turn.request.pages)
+        client = reserved.turn.ticket.client
+        self._computing[client] -= reserved.tokens
         if self._computing[client] <= 0:
             del self._computing[client]
         self.serve()
 
-    def left(self, turn: Turn, *, ended: bool) -> None:
-        """A prompt has given its reservation back. ended: the worker had not refused it."""
+    def leave(self, reserved: Reservation, *, refused: bool = False) -> None:
+        """Give everything back; harmless if that was done. refused: the worker had no room after all."""
+        if reserved.left:
+            return
+        reserved.left = True
+        reserved.worker.refused = refused
+        self._computed(reserved)
+        reserved.worker.breaker.left(reserved.began)
+        turn = reserved.turn
+        reserved.worker.leave(turn.request.n, reserved.places, turn.request.pages)
         self.queue.ended(turn.ticket)
         del self._reserved[turn.ticket]
-        if ended:
+        if not (refused or reserved.taken_back):
             self.rate.ended(turn.request.n)
         self.serve()
 

@@ -113,7 +113,7 @@ class PromptStream:
                 if not self._continues(reserved, error):
                     return
             finally:
-                reserved.leave()
+                route.dispatcher.leave(reserved)
             if output.drafts:
                 yield list(output.drafts.values())
                 output.drafts.clear()
@@ -131,7 +131,7 @@ class PromptStream:
             self._refusals += 1
             if self._refusals > MAX_REFUSALS:
                 raise error
-            reserved.leave(refused=True)
+            self._route.dispatcher.leave(reserved, refused=True)
             return True
         reserved.worker.breaker.failed(reserved.began)
         if isinstance(error, IncompatibleError):
@@ -173,7 +173,7 @@ class PromptStream:
                     if reply.token_ids or reply.text or reply.finish_reason:
                         self.lossy |= reply.lossy
                         updates.append(output.delta(reply))
-                reserved.succeeded(output.new_tokens)
+                route.dispatcher.advanced(reserved, output.new_tokens)
                 output.new_tokens = 0
                 if updates:
                     yield updates
