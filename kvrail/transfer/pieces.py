@@ -57,19 +57,14 @@ def _joined(pieces: Iterable[Piece], frame_pages: int) -> list[Piece]:
     """
     joined: list[Piece] = []
     for piece in pieces:
-        last = joined[-1] if joined else None
+        last, pages = joined[-1] if joined else None, piece.end_page - piece.first_page
         if (
             last is not None
             and last.end_layer == piece.first_layer
             and (last.first_page, last.end_page) == (piece.first_page, piece.end_page)
-            and (piece.ready is None or (piece.end_layer - last.first_layer) * _pages(piece) <= frame_pages)
+            and (piece.ready is None or (piece.end_layer - last.first_layer) * pages <= frame_pages)
         ):
             joined[-1] = Piece(last.first_layer, piece.end_layer, piece.first_page, piece.end_page, piece.ready)
         else:
             joined.append(piece)
     return joined
-
-
-def _pages(piece: Piece) -> int:
-    """Pages of one layer."""
-    return piece.end_page - piece.first_page
