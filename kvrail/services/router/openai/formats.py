@@ -105,10 +105,6 @@ class ChatWriter(ChunkWriter):
         said = self._readers[delta.index].push(delta.text, last=delta.finish_reason is not None)
         return said if self._reasoning else replace(said, reasoning="")
 
-    def scored_chunk(self, scored: Scored) -> Json | None:
-        """None: requests that ask for a chat's stream cannot ask for these."""
-        return None
-
     def add(self, update: Delta | Scored) -> None:
         """Collect new output, or log probabilities of the prompt, which all choices share."""
         if isinstance(update, Scored):

@@ -111,17 +111,9 @@ class ChunkWriter(ABC):
     def chunk(self, delta: Delta) -> Json | None:
         """The chunk for new output; None where it is held back and there is nothing else to send."""
 
-    @abstractmethod
     def scored_chunk(self, scored: Scored) -> Json | None:
-        """The chunk with log probabilities of a prompt, where a stream shows them."""
-
-    @abstractmethod
-    def add(self, update: Delta | Scored) -> None:
-        """Collect new output, or log probabilities of a prompt, for `whole`."""
-
-    @abstractmethod
-    def whole(self, usage: Json) -> Json:
-        """The response with all output that was added."""
+        """The chunk with log probabilities of a prompt; None where a stream shows none."""
+        return None
 
     def opening(self) -> bytes:
         """Each choice's role, or its echoed prompt."""
