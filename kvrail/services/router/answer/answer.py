@@ -15,7 +15,7 @@ from kvrail.runtime.turns import Turns
 from kvrail.services.router.answer import trace
 from kvrail.services.router.answer.admission import Admission
 from kvrail.services.router.answer.calls import MAX_NAME_CHARS, ApiCall
-from kvrail.services.router.answer.leaving import disconnected, ended_first
+from kvrail.services.router.answer.leaving import Cancellation, disconnected, ended_first
 from kvrail.services.router.answer.observe import RequestRecord
 from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.answer.sse import SseStream
@@ -54,7 +54,7 @@ class Answer(Response):
         """Answer; all work ends when the client disconnects, or falls too far behind the output."""
         watch = asyncio.create_task(disconnected(receive))
         work = asyncio.create_task(self._handler.respond(self._call, scope, receive, send))
-        self._call.cancellation.task, self._call.cancellation.watch = work, watch
+        self._call.cancellation = Cancellation(work, watch)  # the work begins at the loop's next turn
         if await ended_first(work, watch):
             work.result()
 

@@ -50,10 +50,11 @@ class ApiCall(ABC):
     """One generation request of an API.
 
     request: as OpenAI's older APIs have it. rename: what the API calls a parameter of it. name: the model's, to answer
-    under, once `check_model` has passed. trace: None if none is recorded.
+    under, once `check_model` has passed. trace: None if none is recorded. cancellation: there once the work begins.
     """
 
     operation: Operation = "chat"
+    cancellation: Cancellation
 
     def __init__(
         self, request: ChatRequest | CompletionRequest, state: State, parts: Parts, rename: Rename = str
@@ -66,7 +67,6 @@ class ApiCall(ABC):
         self.wire_id: str = state.wire_id
         self.timeline = state.timeline
         self.provisional = bool(request.kvrail and request.kvrail.provisional)
-        self.cancellation = Cancellation()
         self.trace: Hop | None = None
         self.name = ""
         self.parts = parts

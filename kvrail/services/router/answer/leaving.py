@@ -44,24 +44,22 @@ class Cancellation:
     task: the one that works. watch: the one whose end means that the client has gone.
     """
 
-    def __init__(self) -> None:
-        self.task: asyncio.Task[Any] | None = None
-        self.watch: asyncio.Task[None] | None = None
+    def __init__(self, task: "asyncio.Task[None]", watch: "asyncio.Task[None]") -> None:
+        self._task, self._watch = task, watch
         self._error: KvrailError | None = None
 
     def cancel(self, error: KvrailError) -> None:
         """Cancel the task; once."""
-        if self._error is None and self.task is not None:
+        if self._error is None:
             self._error = error
-            self.task.cancel()
+            self._task.cancel()
 
     def leave(self) -> None:
         """The client has fallen too far behind: it gets nothing more."""
-        if self.watch is not None:
-            self.watch.cancel()
+        self._watch.cancel()
 
     def taken(self) -> KvrailError | None:
         """The error for the client, for a task that has caught its cancellation and goes on; None if none was given."""
-        if self._error is not None and self.task is not None:
-            self.task.uncancel()
+        if self._error is not None:
+            self._task.uncancel()
         return self._error
