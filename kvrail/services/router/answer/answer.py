@@ -29,7 +29,7 @@ from kvrail.services.router.openai.renaming import renamed
 from kvrail.services.router.openai.usage import final_usage
 from kvrail.services.router.openai.writers import Writer
 from kvrail.services.router.plan.translate import Plan
-from kvrail.services.router.values import SPENT, Delta, Json, Scored
+from kvrail.services.router.values import SPENT, Delta, Scored
 from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.tracing import Tracing
@@ -173,17 +173,14 @@ class RequestHandler:
                     if isinstance(update, Delta | Scored):  # drafts are for streams alone
                         writer.add(update)
         usage = final_usage(generation, record.completion_tokens)
-        payload = await self._encoded(call, generation.plan, writer, usage)
+        if (scores := generation.plan.scores) <= MANY_SCORES:
+            payload = encode_json(writer.whole(usage))
+        else:  # beside the event loop, one at a time
+            payload = await self._writing.run(call.client, lambda: encode_long(writer.whole(usage)), cost=scores)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
         call.timeline.mark(Moment.RESPONDED)
-
-    async def _encoded(self, call: ApiCall, plan: Plan, writer: Writer, usage: Json) -> bytes:
-        """The body; one with many log probabilities of prompts is made beside the event loop, one at a time."""
-        if plan.scores <= MANY_SCORES:
-            return encode_json(writer.whole(usage))
-        return await self._writing.run(call.client, lambda: encode_long(writer.whole(usage)), cost=plan.scores)
 
     async def _write_stream(
         self, call: ApiCall, generation: Generation, writer: Writer, record: RequestRecord, sse: SseStream
