@@ -20,7 +20,6 @@ from kvrail.services.router.answer.observe import RequestRecord
 from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.answer.sse import SseStream
 from kvrail.services.router.errors import error_response, outcome_of, refuse
-from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.generate.prompt import Route
@@ -66,7 +65,6 @@ class RequestHandler:
         self,
         settings: RouterSettings,
         admission: Admission,
-        pool: WorkerPool,
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         recent: RecentRequests,
@@ -74,7 +72,6 @@ class RequestHandler:
     ) -> None:
         self._settings = settings
         self._admission = admission
-        self._pool = pool
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._recent = recent
@@ -102,7 +99,7 @@ class RequestHandler:
                     record = RequestRecord(self._metrics, call.timeline, provisional=call.provisional)
                     call.check_model()
                     with _part(call, "admit"):
-                        await self._pool.settle()
+                        await self._dispatcher.pool.settle()
                     with _part(call, "tokenise"), renamed(call.rename):
                         plan = await call.parts.planner.plan(call.request, call.client)
                     generation = self._generation(call, plan)  # places each prompt once its output is read
@@ -157,7 +154,7 @@ class RequestHandler:
     def _generation(self, call: ApiCall, plan: Plan) -> Generation:
         settings, context = self._settings, call.trace.context if call.trace else {}
         timeout_s, leave = settings.request_timeout_s, call.cancellation.leave
-        route = Route(self._dispatcher, self._pool, self._metrics, call.timeline, timeout_s, on_overflow=leave)
+        route = Route(self._dispatcher, call.timeline, timeout_s, on_overflow=leave)
         return Generation(
             plan, route, call.wire_id, model=settings.model_name, client=call.client, trace_context=context
         )

@@ -66,7 +66,7 @@ class RouterService:
         self.recent = RecentRequests()
         self.tracing = Tracing.start(settings.otlp_endpoint, settings.table)
         self.handler = RequestHandler(
-            settings, self.admission, self.pool, self.dispatcher, self.metrics, self.recent, self.tracing
+            settings, self.admission, self.dispatcher, self.metrics, self.recent, self.tracing
         )
         self._started = int(time.time())
 

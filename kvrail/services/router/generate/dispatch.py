@@ -92,8 +92,8 @@ class Dispatcher:
     ) -> None:
         self.queue = FairQueue(share)
         self.rate = CompletionRate(clock)
-        self._pool = pool
-        self._metrics = metrics
+        self.pool = pool
+        self.metrics = metrics
         self._prefill_wait_s = prefill_wait_s or math.inf
         self._slo = slo or Slo()
         self._split: int | None = None
@@ -116,7 +116,7 @@ class Dispatcher:
         kv_cache: str = "",
     ) -> Turn:
         """A prompt's entry for the queue, which `place` puts it into."""
-        size, local = self._pool.page_size, sampling.prompt_logprobs is not None
+        size, local = self.pool.page_size, sampling.prompt_logprobs is not None
         # For log probabilities of the prompt all of it is computed, whatever is cached.
         known = prompt[: size * HASHED_PAGES] if size and not local else ()
         hashed = page_hashes(known, size, space=page_space(salt=cache_salt)) if known else []
@@ -144,10 +144,10 @@ class Dispatcher:
             turn.since = began
         loop = asyncio.get_running_loop()
         ticket, turn.granted = turn.ticket, loop.create_future()
-        ticket.places = self._pool.places(turn.request.n)
+        ticket.places = self.pool.places(turn.request.n)
         self._turns[ticket] = turn
         (self.queue.put_back if again else self.queue.add)(ticket)
-        self._metrics.queue_place.observe(len(self.queue) - 1)
+        self.metrics.queue_place.observe(len(self.queue) - 1)
         self.serve()
         patience = None if math.isinf(self._prefill_wait_s) else loop.call_later(self._prefill_wait_s, self.serve)
         place: Reservation | None = None
@@ -163,7 +163,7 @@ class Dispatcher:
                 patience.cancel()
             if place is None:
                 self._withdraw(turn, turn.granted)
-        self._metrics.queue_seconds.observe(self._clock() - began)
+        self.metrics.queue_seconds.observe(self._clock() - began)
         return place
 
     def _withdraw(self, turn: Turn, granted: "asyncio.Future[Reservation]") -> None:
@@ -180,7 +180,7 @@ class Dispatcher:
             return
         self._serving = True
         try:
-            if self._turns and not self._pool.meeting:
+            if self._turns and not self.pool.meeting:
                 self._fail_stranded()
             while self._turns and self._serve_next():
                 pass
@@ -191,7 +191,7 @@ class Dispatcher:
     def _serve_next(self) -> bool:
         """Whether a prompt left the queue."""
         passed: list[Ticket] = []
-        decode, prefill = self._pool.candidates()
+        decode, prefill = self.pool.candidates()
         workers = Snapshot(decode, prefill, self._slo, self._split, self._waited())
         patience_s = workers.patience_s(self._prefill_wait_s)
         suiting = {kind: able(suitable(kind, decode)) for kind in self.queue.kinds}
@@ -208,7 +208,7 @@ class Dispatcher:
                     return True
                 continue  # it is not passed: the others do not take what it could have
             urgent, spare_s = not self._computing[ticket.client], turn.since + patience_s - self._clock()
-            choice = choose_way(self._pool.policy, turn.request, workers, urgent=urgent, spare_s=spare_s)
+            choice = choose_way(self.pool.policy, turn.request, workers, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._turns[ticket]
                 self.queue.granted(ticket, passed)
@@ -242,24 +242,24 @@ class Dispatcher:
         return True
 
     def _take(self, turn: Turn, choice: WorkerChoice) -> Reservation:
-        request, worker = turn.request, self._pool.decode[choice.decode.target]
-        prefill = [self._pool.prefill[each.target] for each in choice.prefill]
+        request, worker = turn.request, self.pool.decode[choice.decode.target]
+        prefill = [self.pool.prefill[each.target] for each in choice.prefill]
         computing: Worker = prefill[0] if prefill else worker
         tokens = request.prompt_tokens - choice.computed_tokens
-        began, places = self._pool.begin(worker), worker.load().places(request.n)
+        began, places = self.pool.begin(worker), worker.load().places(request.n)
         worker.take(request.n, places, request.pages)
         computing.compute(tokens)
         if computing is not worker:
             computing.take(1, 1, request.pages)
         self._computing[turn.ticket.client] += tokens
-        self._metrics.placed("decode", worker.role, worker.target, choice.decode.reason, worker.kv_cache)
-        self._metrics.prefix_tokens["expected"].inc(choice.decode.cached_tokens)
+        self.metrics.placed("decode", worker.role, worker.target, choice.decode.reason, worker.kv_cache)
+        self.metrics.prefix_tokens["expected"].inc(choice.decode.cached_tokens)
         if choice.way is not None:
             self._split = choice.split
-            self._metrics.went(*choice.way)
+            self.metrics.went(*choice.way)
         if prefill:
             reason = choice.prefill[0].reason
-            self._metrics.placed("prefill", computing.role, computing.target, reason, computing.kv_cache)
+            self.metrics.placed("prefill", computing.role, computing.target, reason, computing.kv_cache)
         made = Reservation(turn, worker, prefill, places, worker.kv_cache, began, computing, tokens)
         self._reserved[turn.ticket] = made
         return made
@@ -303,15 +303,15 @@ class Dispatcher:
 
     def answered(self, tokens: int, found: int) -> None:
         """A sequence has ended with `tokens` tokens; its worker had cached `found` tokens of the prompt."""
-        self._metrics.prefix_tokens["found"].inc(found)
+        self.metrics.prefix_tokens["found"].inc(found)
         self._output += WEIGHT * (tokens - self._output)
 
     def _fail_stranded(self) -> None:
         """Fail the prompts whose kind of workers takes no requests now."""
         for kind in self.queue.kinds:
-            if self._pool.healthy_decode(kind):
+            if self.pool.healthy_decode(kind):
                 continue
-            error = self._pool.unavailable(kind)
+            error = self.pool.unavailable(kind)
             for ticket, turn in [each for each in self._turns.items() if each[0].kind == kind]:
                 self._drop(ticket)
                 if turn.granted is not None and not turn.granted.done():
@@ -323,5 +323,5 @@ class Dispatcher:
 
     def _tell(self) -> None:
         self.rate.waiting(bool(self._turns))
-        self._metrics.queue_length.set(len(self.queue))
-        self._metrics.queue_clients.set(self.queue.clients)
+        self.metrics.queue_length.set(len(self.queue))
+        self.metrics.queue_clients.set(self.queue.clients)

@@ -13,12 +13,10 @@ from kvrail.errors import (
     RequestCancelledError,
     WorkerUnavailableError,
 )
-from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher, Reservation, Turn
 from kvrail.services.router.generate.output import PromptOutput
 from kvrail.services.router.values import Update, Updates
 from kvrail.telemetry.moments import Moment, Timeline
-from kvrail.telemetry.router import RouterMetrics
 from kvrail.values.kv_cache import EXACT, is_exact
 from kvrail.wire.v1 import decode_pb2
 
@@ -37,8 +35,6 @@ class Route:
     """
 
     dispatcher: Dispatcher
-    pool: WorkerPool
-    metrics: RouterMetrics
     timeline: Timeline
     timeout_s: float
     on_overflow: Callable[[], object]
@@ -97,7 +93,7 @@ class PromptStream:
             yield output.nothing_scored()
         again = False
         while True:
-            weights = route.pool.fingerprint
+            weights = route.dispatcher.pool.fingerprint
             if self._begun and self._request.model_fingerprint != weights:
                 raise WorkerUnavailableError("other weights have been loaded since this request began; ask again")
             self._request.model_fingerprint = weights  # workers of others refuse the request
@@ -137,13 +133,13 @@ class PromptStream:
         if isinstance(error, IncompatibleError):
             raise error
         self._losses += 1
-        pool = self._route.pool
+        pool = self._route.dispatcher.pool
         pool.lost(reserved.worker, str(error))
         if not self.output.unfinished:
             return False
         if self._losses > MAX_MOVES or not (pool.meeting or pool.healthy_decode(self._needed)):
             raise error
-        self._route.metrics.failovers.inc()
+        self._route.dispatcher.metrics.failovers.inc()
         return True
 
     async def _generated(self, reserved: Reservation) -> AsyncGenerator[Updates]:
