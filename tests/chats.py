@@ -5,6 +5,9 @@ from typing import Any
 from kvrail.text import Tokenizer
 
 
-def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+def chat_ids(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], chat_template: str | None = None, **options: Any
+) -> list[int]:
     """Ids of a chat's prompt, as the router makes them."""
-    return tokenizer.encode(tokenizer.chat.render(messages, **options), add_special_tokens=False)
+    chat = tokenizer.chat if chat_template is None else tokenizer.chat.replaced(chat_template)
+    return tokenizer.encode(chat.render(messages, **options), add_special_tokens=False)
