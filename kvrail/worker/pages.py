@@ -1,7 +1,7 @@
 """The engine's pages as transfers see them."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvrail.codec.base import Block, PagedBlock
 from kvrail.engine.kv.cache import PagedCache
@@ -23,10 +23,12 @@ class LeasedPages(PoolPages):
         self._cache = cache
         self._written = False
 
-    def writing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def writing(self) -> Iterator[None]:
         """See `PoolPages.writing`."""
         self._written = True
-        return super().writing()
+        with super().writing():
+            yield
 
     def block(self, layers: range, first_page: int, end_page: int) -> PagedBlock:
         """Pages `first_page` to `end_page` - 1 of the request; plain copies, to be read, where some are closed."""
