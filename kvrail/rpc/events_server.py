@@ -26,8 +26,8 @@ HEARTBEAT_S = 2.0
 MAX_UNTAKEN_MESSAGES = 8
 """Messages on their way that the router has not acknowledged; it does so every TAKEN_EVERY messages (events.py)."""
 MAX_WAITING_REPLIES = 1024
-"""Replies that wait for one message to leave; then requests wait too. A router reads ahead of its clients, so one that
-is slow is slow as a whole."""
+"""Replies that wait for one message to leave, a large one counted as one for each KiB: gRPC bounds messages. Then
+requests wait too. A router reads ahead of its clients, so one that is slow is slow as a whole."""
 MAX_TIMEOUT_S = 1e9
 """Longest deadline of a request: an event loop's clock cannot always represent more."""
 
@@ -102,7 +102,7 @@ class EventSender:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._message = decode_pb2.EventBatch(stream=stream)
         self._events: dict[int, decode_pb2.RequestEvents] = {}  # of the message, by request
-        self._waiting = 0  # replies in the message
+        self._waiting = 0  # replies in the message, and KiB of them
         self._sent = self._taken = 0  # messages
         self._heartbeat_due, self._writing = True, False
         self._any, self._room, self._acknowledged, self._left = (asyncio.Event() for _ in range(4))
@@ -182,12 +182,12 @@ class EventSender:
                 task.cancel()
 
     async def write(self, number: int, reply: decode_pb2.GenerateReply) -> None:
-        """Put a reply into the next message; waits until that leaves if it is full."""
-        self._events_of(number).replies.append(reply)
-        self._waiting += 1
-        if self._waiting >= MAX_WAITING_REPLIES:
+        """Put a reply into the next message; while that is full, wait until it has left."""
+        while self._waiting >= MAX_WAITING_REPLIES:
             self._room.clear()
             await self._room.wait()
+        self._events_of(number).replies.append(reply)
+        self._waiting += 1 + reply.ByteSize() // 1024
 
     def _events_of(self, number: int) -> decode_pb2.RequestEvents:
         events = self._events.get(number)

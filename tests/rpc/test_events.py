@@ -203,6 +203,23 @@ async def test_a_router_that_takes_no_messages_gets_no_more_of_them(pair):
     await until(lambda: not worker.running)
 
 
+async def test_large_replies_of_many_requests_fit_into_messages(pair):
+    """As log probabilities of long prompts are, 7 KiB each, where the router was slow; gRPC would end the stream."""
+    worker, _, _, channel = pair
+    stub = decode_pb2_grpc.DecodeStub(channel)
+    stream, number = await opened(stub)
+    for n in range(1, 257):
+        await stub.Submit(decode_pb2.SubmitRequest(stream=number, number=n, request=ask("flood 20", "t" * 7180)))
+    replies = 0
+    while replies < 256 * 20:
+        message = await stream.read()
+        replies += sum(len(part.replies) for part in message.requests)
+        assert message.ByteSize() < 2 << 20
+        await stream.write(decode_pb2.EventsRequest(taken=1))
+    stream.cancel()
+    await until(lambda: not worker.running)
+
+
 async def test_a_worker_that_stops_has_sent_what_it_has(pair):
     """The requests have ended; their output waits for a router that is slow to take messages."""
     worker, _, rpc, channel = pair
