@@ -252,7 +252,7 @@ async def test_histories_with_calls_need_no_tools(cluster: Cluster):
     )
 
 
-async def test_results_of_several_calls_are_one_turn(tmp_path):
+async def test_results_of_several_calls_are_one_turn_with_what_is_said_behind_them(tmp_path):
     """As Gemma's template wants it, which refuses two messages of one role."""
     turns = "{% for m in messages %}{% if loop.changed(m.role) %}{% else %}{{ raise_exception('no turn') }}{% endif %}"
     write_tokenizer(tmp_path, turns + "{{ m.role }}:{{ m.content }}|{% endfor %}")
@@ -263,6 +263,11 @@ async def test_results_of_several_calls_are_one_turn(tmp_path):
         prompt = cluster.decode[0].tokenizer.decode(ids, skip_special_tokens=False)
         both = "user:<tool_response>\nSunny.\n</tool_response>\n<tool_response>\nNoon.\n</tool_response>|assistant:"
         assert both in prompt
+        said = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "Go."}]
+        assert (await cluster.chat(messages=[*HISTORY, *said, *HISTORY[:1]])).status_code == 200
+        ids = list(cluster.decode[0].requests[-1].prompt_token_ids)
+        prompt = cluster.decode[0].tokenizer.decode(ids, skip_special_tokens=False)
+        assert prompt.endswith("user:<tool_response>\nSunny.\n</tool_response>\nSo?|assistant:Go.|user:Weather?|")
 
 
 async def test_tools_are_shown_to_a_template_that_knows_none(cluster: Cluster):

@@ -4,8 +4,7 @@ The form is that of Hermes, which most models have seen.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -24,8 +23,7 @@ def shown_by(
 ) -> tuple[Sequence[Message], Sequence[Message] | None]:
     """Messages and tools as a chat template can show them."""
     if "tool_calls" not in template:  # it shows no calls that were made
-        turns = groupby(messages, lambda message: message["role"] == "tool")
-        messages = [each for results, turn in turns for each in ([_results(turn)] if results else map(_plain, turn))]
+        messages = _plain(messages)
     if tools and "tools" not in template:
         return with_tools(messages, tools), None
     return messages, tools or None
@@ -40,15 +38,25 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Me
     return [{"role": "system", "content": text}, *messages]
 
 
-def _results(messages: Iterable[Message]) -> Message:
-    """Results of calls as one message of the user's: templates may want the roles to take turns."""
-    shown = (f"<tool_response>\n{message.get('content') or ''}\n</tool_response>" for message in messages)
-    return {"role": "user", "content": "\n".join(shown)}
+def _plain(messages: Sequence[Message]) -> list[Message]:
+    """The messages with calls written as the assistant's text.
+
+    Their results, with what the user says behind them, are one message of the user's: templates may want turns.
+    """
+    found: list[Message] = []
+    for message, before in zip(messages, [{"role": ""}, *messages], strict=False):
+        own = _written(message)
+        if before["role"] == "tool" and own["role"] == "user":
+            own = {**own, "content": f"{found.pop()['content']}\n{own['content']}"}
+        found.append(own)
+    return found
 
 
-def _plain(message: Message) -> Message:
-    """A message with calls written as the assistant's text."""
+def _written(message: Message) -> Message:
+    """A message without the fields of calls."""
     content = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
     if not message.get("tool_calls"):
         return {**kept, "content": content}
