@@ -59,6 +59,13 @@ async def test_the_official_client_over_https(cluster, authority):
             await http.get(cluster.url.replace("https", "http") + "/health")
 
 
+async def test_a_handshake_that_does_not_end_has_the_time_of_headers(tokenizer, authority):
+    async with run_cluster(tokenizer, client_timeout_s=0.3, **(door(authority) | {"tls_ca": ""})) as cluster:
+        reader, writer = await asyncio.open_connection("localhost", int(cluster.url.rpartition(":")[2]))
+        assert await asyncio.wait_for(reader.read(), 20) == b""  # asyncio would wait for a minute
+        writer.close()
+
+
 async def test_what_a_stranger_learns(cluster, authority):
     health = await cluster.http.get("/health")
     assert (health.status_code, health.json()) == (200, {"status": "ok"})

@@ -68,6 +68,7 @@ class RouterServer(uvicorn.Server):
             config.ssl = door.listening_context()
         super().__init__(config)
         self._app = app
+        self._head_s = limits.head_s
         self._grace_period_s = settings.grace_period_s
         self._drain_ends: float | None = None
         self._admin: tuple[SideServer, socket.socket] | None = None
@@ -92,8 +93,13 @@ class RouterServer(uvicorn.Server):
         log.info("admin port on %s:%d", host, listener.getsockname()[1])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve."""
-        await super().startup(sockets=sockets)
+        """Begin to serve; a TLS handshake has the time of headers, for which uvicorn has no setting."""
+        await super().startup(sockets=[])
+        create, ssl, queue = asyncio.get_running_loop().create_server, self.config.ssl, self.config.backlog
+        parts = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        door, limit_s = partial(self.config.http_protocol_class, **parts), self._head_s if ssl else None
+        for each in sockets or ():
+            self.servers.append(await create(door, sock=each, ssl=ssl, backlog=queue, ssl_handshake_timeout=limit_s))
         if self._admin is not None:
             server, listener = self._admin
             self._admin_runs = asyncio.create_task(server.serve(sockets=[listener]), name="admin port")
