@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from kvrail.services.router.http import bodies
+from kvrail.services.router.http.connection import MAX_PIPELINED, PIECE_BYTES
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until
@@ -292,3 +293,52 @@ async def test_a_client_that_sent_more_and_leaves_is_noticed(cluster: Cluster, b
     await asyncio.wait_for(cluster.decode[0].cancelled.wait(), 10)
     await until(lambda: cluster.service.admission.active == 0)
     await until(lambda: not cluster.server.server_state.connections)
+
+
+async def test_of_many_requests_sent_at_once_few_are_parsed_ahead(cluster: Cluster):
+    """Parsing all of them at once would hold up every other client."""
+    go_on, answered = asyncio.Event(), cluster.decode[0].script
+
+    async def waits(worker, request):
+        await go_on.wait()
+        async for reply in answered(worker, request):
+            yield reply
+
+    cluster.decode[0].script = waits
+    reader, writer = await connect(cluster)
+    asked = b"GET /v1/models/tiny HTTP/1.1\r\nhost: x\r\n\r\n"
+    writer.write(HEAD + LENGTH + BODY + asked * 3000)
+    await until(lambda: len(cluster.decode[0].requests) == 1)
+    [connection] = [each for each in cluster.server.server_state.connections if each._unanswered]
+    assert MAX_PIPELINED < len(connection._unanswered) <= MAX_PIPELINED + 1 + PIECE_BYTES // len(asked)
+    go_on.set()
+    for _ in range(3001):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+    writer.close()
+
+
+async def test_a_body_behind_a_running_request_waits_outside(cluster: Cluster):
+    """Its bytes are not taken into memory before its turn; then it is read, and so is what follows."""
+    go_on, answered = asyncio.Event(), cluster.decode[0].script
+
+    async def waits(worker, request):
+        await go_on.wait()
+        async for reply in answered(worker, request):
+            yield reply
+
+    cluster.decode[0].script = waits
+    long = b" " * (4 << 20) + BODY
+    reader, writer = await connect(cluster)
+    writer.write(HEAD + LENGTH + BODY + HEAD + b"content-length: %d\r\n\r\n" % len(long) + long + HEAD + LENGTH + BODY)
+    await until(lambda: len(cluster.decode[0].requests) == 1)
+    await asyncio.sleep(0.2)
+    [connection] = [each for each in cluster.server.server_state.connections if each._unanswered]
+    assert len(connection.cycle.body) + len(connection._unparsed) < 1 << 20
+    go_on.set()
+    for _ in range(3):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+    writer.close()

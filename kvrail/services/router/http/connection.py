@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvrail.services.router.errors import INVALID, error_object
@@ -23,7 +24,9 @@ log = logging.getLogger("kvrail.router.connection")
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_PIPELINED = 16
-"""Requests that are read while the first of them is answered."""
+"""Requests that are read while the first of them is answered; what else has come is parsed later."""
+PIECE_BYTES = 4 << 10
+"""Bytes that are parsed at once: some 200 of the shortest requests."""
 LEAST_BYTES_PER_S = 64 << 10
 """What a body brings, or the client reads, extends the deadline at this rate."""
 
@@ -56,11 +59,14 @@ class ClientConnection(HttpToolsProtocol):
         self._head_bytes = self._fields_bytes = self._body_bytes = 0
         self._refusing = False  # whatever comes, since it follows what was no request
         self._upgrade: int | None = None  # where the parser stopped before another protocol
+        self._unparsed = bytearray()
         self._unanswered: deque[RequestResponseCycle] = deque()  # requests whose answers are not complete, in order
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; where there are too many, another that is idle ends, or this one is refused."""
         super().connection_made(transport)
+        resume = self.flow.resume_reading
+        self.flow.resume_reading = lambda: None if self._full else resume()  # type: ignore[method-assign]
         if self.client is not None:
             self.client = unmapped(self.client[0]), self.client[1]
         most = self._limits.max_connections
@@ -80,20 +86,34 @@ class ClientConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; an unfinished request gets a deadline."""
+        self._unparsed += data
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has come, until the connection is full."""
+        while self._unparsed and not (self._ended or self._full):
+            piece = bytes(self._unparsed[:PIECE_BYTES])
+            del self._unparsed[:PIECE_BYTES]
+            self._head_bytes += len(piece)
+            super().data_received(piece)
+            if self._upgrade is not None:
+                self._unparsed[:0] = self._without_upgrade() + piece[self._upgrade :]
+                self._upgrade, self._head_bytes, self.parser = None, 0, self._new_parser()
+            elif self._head_bytes > MAX_HEAD_BYTES and not self._ended:
+                self._refuse_head()
         if self._ended:
+            self._unparsed.clear()
             return
-        self._head_bytes += len(data)
-        super().data_received(data)
-        while self._upgrade is not None and not self._ended:
-            data, self._upgrade = self._without_upgrade() + data[self._upgrade :], None
-            self.parser = self._new_parser()
-            super().data_received(data)
-        if self._ended:
-            return
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse_head()
-        elif self._reading is None and (self._in_body or self._head_bytes):
+        if self._full:
+            self.flow.pause_reading()
+        if self._reading is None and (self._in_body or self._head_bytes):
             self._watch_reading()
+
+    @property
+    def _full(self) -> bool:
+        """Whether nothing more is read before an answer is complete."""
+        held = len(self.cycle.body) if self.pipeline else 0
+        return len(self._unanswered) > MAX_PIPELINED or held > HIGH_WATER_LIMIT
 
     def on_message_begin(self) -> None:
         """Headers begin."""
@@ -117,8 +137,7 @@ class ClientConnection(HttpToolsProtocol):
         if self.scope["http_version"] < "1.1":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[assignment, method-assign]
         self._unanswered.append(self.cycle)
-        if len(self._unanswered) <= MAX_PIPELINED:
-            self.flow.resume_reading()  # uvicorn has paused behind a second request, and would not see the client leave
+        self.flow.resume_reading()  # uvicorn has paused behind a second request, and would not see the client leave
         self._stop_reading()
         self._in_body, self._head_bytes, self._body_bytes = True, 0, 0
 
@@ -141,6 +160,7 @@ class ClientConnection(HttpToolsProtocol):
         if self._unanswered:
             self._unanswered.popleft()
         super().on_response_complete()
+        self._parse()
         if self.transport.get_write_buffer_size():
             self._watch_writing()
 
