@@ -1,6 +1,7 @@
 """/v1/messages as Anthropic's client sees it."""
 
 import anthropic
+import openai
 import pytest
 
 from kvrail.errors import OverloadedError, WorkerUnavailableError
@@ -203,3 +204,23 @@ async def call_a_tool(claude: anthropic.AsyncAnthropic, cluster: Cluster, tokeni
     assert cluster.decode[0].requests[-1].sampling.grammar
     await claude.messages.create(**asked, tool_choice={"type": "none"})
     assert not cluster.decode[0].requests[-1].sampling.grammar
+
+
+async def test_models_for_anthropics_client_and_for_others(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, served_model_name=f"{MODEL},other") as cluster:
+        strict = anthropic.AsyncAnthropic(
+            base_url=cluster.url, api_key="unused", max_retries=0, _strict_response_validation=True
+        )
+        async with strict as client:
+            found = [model async for model in await client.models.list()]
+            assert [(model.id, model.display_name, model.type) for model in found] == [
+                (name, name, "model") for name in (MODEL, "other")
+            ]
+            assert found[0].max_input_tokens == CONTEXT and found[0].created_at.year > 2000
+            assert (await client.models.retrieve("other")).id == "other"
+            with pytest.raises(anthropic.NotFoundError) as refused:
+                await client.models.retrieve("unknown")
+            assert refused.value.body["error"]["type"] == "not_found_error"
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:
+            assert [model.object async for model in client.models.list()] == ["model"] * 2
+            assert (await cluster.http.get("/v1/models/other")).json()["owned_by"] == "kvrail"

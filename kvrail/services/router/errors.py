@@ -1,6 +1,6 @@
 """The one mapping from errors to HTTP: a status, the headers that belong to it, and an object.
 
-The object has OpenAI's shape, and under /v1/messages Anthropic's.
+The object has OpenAI's shape, and for Anthropic's clients theirs.
 """
 
 import json
@@ -53,7 +53,7 @@ _OUTCOMES = {400: "invalid", 401: "invalid", 404: "invalid", 429: "overloaded", 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
 
 
-ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -78,15 +78,18 @@ class ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, in the shape that the path's clients know."""
-        if is_anthropic(scope["path"]):
+        if is_anthropic(scope):
             body = anthropic_error(self.error["message"], self.status_code, scope.get("state", {}).get("request_id"))
             self.body = json.dumps(body).encode()
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 
-def is_anthropic(path: str) -> bool:
-    """Whether the clients of a path expect Anthropic's shapes."""
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request's client expects Anthropic's shapes: by its path, or, of models, by its header."""
+    path = scope["path"]
+    if path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 

@@ -88,7 +88,7 @@ class RequestContext:
         # A client may send one id twice; on the wire ids are unique.
         state["wire_id"] = minted if request_id is minted else f"{request_id}-{minted[:8]}"
 
-        names = ("x-request-id", "request-id") if is_anthropic(scope["path"]) else ("x-request-id",)
+        names = ("x-request-id", "request-id") if is_anthropic(scope) else ("x-request-id",)
         status = LEFT
 
         async def send_with_id(message: Message) -> None:

@@ -1,6 +1,7 @@
 """The paths of the HTTP API."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,7 @@ from kvrail.services.router.http.openapi import (
     named_events,
     whole_or_stream,
 )
-from kvrail.services.router.http.shapes.anthropic import AnthropicMessage, Counted
+from kvrail.services.router.http.shapes.anthropic import AnthropicMessage, Counted, ModelInfo, ModelPage
 from kvrail.services.router.http.shapes.openai import ChatCompletion, Completion
 from kvrail.services.router.http.shapes.responses import Deleted, InputTokens, ItemPage, ResponseObject
 from kvrail.services.router.http.shapes.service import (
@@ -94,16 +95,22 @@ def api_routes() -> APIRouter:
         service = _service(request)
         return Answer(service.handler, CompletionCall(body, request.state, service.parts))
 
-    @router.get("/v1/models", responses=READING, response_model=Cards)
-    async def models(request: Request) -> dict[str, Any]:
-        """List the names of the model."""
-        return {"object": "list", "data": _service(request).cards()}
+    @router.get("/v1/models", responses=READING, response_model=Cards | ModelPage)
+    async def models(request: Request) -> dict[str, Any] | ModelPage:
+        """List the names of the model, in Anthropic's shape for who sends anthropic-version."""
+        cards = _service(request).cards()
+        if errors.is_anthropic(request.scope):
+            return ModelPage(
+                data=[*map(_model_info, cards)], has_more=False, first_id=cards[0]["id"], last_id=cards[-1]["id"]
+            )
+        return {"object": "list", "data": cards}
 
-    @router.get("/v1/models/{model_id:path}", responses=READING, response_model=Card)
-    async def model(model_id: str, request: Request) -> dict[str, Any]:
-        """Describe the model."""
+    @router.get("/v1/models/{model_id:path}", responses=READING, response_model=Card | ModelInfo)
+    async def model(model_id: str, request: Request) -> dict[str, Any] | ModelInfo:
+        """Describe the model, in Anthropic's shape for who sends anthropic-version."""
         service = _service(request)
-        return service.card(service.parts.served_name(model_id))
+        card = service.card(service.parts.served_name(model_id))
+        return _model_info(card) if errors.is_anthropic(request.scope) else card
 
     @router.get("/tokenizer_info", responses=READING, response_model=TokenizerInfo)
     async def tokenizer_info(request: Request) -> dict[str, Any]:
@@ -122,6 +129,12 @@ def api_routes() -> APIRouter:
         return await while_here(request.receive, _service(request).detokenize(body, request.state.client))
 
     return router
+
+
+def _model_info(card: dict[str, Any]) -> ModelInfo:
+    """A card in Anthropic's shape."""
+    name, since = card["id"], datetime.fromtimestamp(card["created"], UTC).isoformat()
+    return ModelInfo(id=name, display_name=name, created_at=since, max_input_tokens=card["max_model_len"])
 
 
 def responses_routes() -> APIRouter:

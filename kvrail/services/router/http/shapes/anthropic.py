@@ -70,3 +70,23 @@ class Counted(Shape):
     """Tokens of a chat."""
 
     input_tokens: int
+
+
+class ModelInfo(Shape):
+    """A name of the served model; max_input_tokens: null while no worker takes requests."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None
+
+
+class ModelPage(Shape):
+    """All names of the served model."""
+
+    data: list[ModelInfo]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
