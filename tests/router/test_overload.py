@@ -50,21 +50,21 @@ async def two_keys(tokenizer: Tokenizer, **settings: object) -> AsyncIterator[tu
         yield cluster, *({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
 
 
-async def test_six_hundred_at_once_through_the_official_client(tokenizer: Tokenizer):
+async def test_many_at_once_through_the_official_client(tokenizer: Tokenizer):
     """One of the workers takes fewer than it says, so it refuses some."""
     async with run_cluster(tokenizer, decode=2) as cluster:
         workers = [Bounded(16), Bounded(2, waits=True)]
         for fake, bounded in zip(cluster.decode, workers, strict=True):
             fake.script = bounded
         async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:
-            asked = [client.chat.completions.create(**CHAT) for _ in range(600)]
+            asked = [client.chat.completions.create(**CHAT) for _ in range(120)]
             answers = await asyncio.gather(*asked, return_exceptions=True)
-        assert Counter(type(answer).__name__ for answer in answers) == {"ChatCompletion": 600}
+        assert Counter(type(answer).__name__ for answer in answers) == {"ChatCompletion": 120}
         assert all(answer.choices[0].message.content == OUTPUT for answer in answers)
         assert [bounded.refused > 0 for bounded in workers] == [False, True]
-        assert await cluster.metric('kvrail_requests_total{outcome="stop"}') == 600
+        assert await cluster.metric('kvrail_requests_total{outcome="stop"}') == 120
         assert await cluster.metric("kvrail_queue_prompts{}") == 0
-        assert await cluster.metric("kvrail_queue_seconds_count{}") >= 600
+        assert await cluster.metric("kvrail_queue_seconds_count{}") >= 120
 
 
 async def test_a_flood_of_one_key_does_not_make_another_wait(tokenizer: Tokenizer):
