@@ -123,11 +123,13 @@ class _Quantised:
 
     def bits(self) -> npt.NDArray[np.bool_]:
         """All streams, bit by bit."""
-        found = []
-        for codes, units in zip(self._codes, self._lengths, strict=True):
-            stream = [code >> bit & 1 for code in codes.tolist() for bit in range(code >> 8)]
-            found.append(np.array(stream + [0] * (UNIT * int(units) - len(stream)), np.bool_))
-        return np.concatenate(found)
+        lengths, sizes = self._codes >> 8, UNIT * self._lengths
+        told = (self._codes[..., None] >> np.arange(MAX_BITS) & 1)[np.arange(MAX_BITS) < lengths[..., None]]
+        used = lengths.sum(1, dtype=np.int64)
+        unused_before = (sizes - used).cumsum() - (sizes - used)
+        found = np.zeros(sizes.sum(), np.bool_)
+        found[np.arange(len(told)) + np.repeat(unused_before, used)] = told
+        return found
 
 
 def _opened(data: Bytes, part: Part, tables: Bytes) -> Bits:
@@ -137,13 +139,11 @@ def _opened(data: Bytes, part: Part, tables: Bytes) -> Bits:
     lengths = base + np.stack([lanes & 15, lanes >> 4], 1).reshape(WARPS, -1)
     begins = UNIT * (np.array(starts)[:, None] + lengths.cumsum(1) - lengths)
     bits = np.unpackbits(data, bitorder="little")
-    symbols = np.empty((STREAMS, part.symbols), np.int64)
-    for stream, begin in enumerate(begins.reshape(-1)):
-        at = begin
-        for place in range(part.symbols):
-            window = bits[at : at + MAX_BITS] @ (1 << np.arange(MAX_BITS))
-            length, symbols[stream, place] = tables[number, window]
-            at += length
+    symbols, at = np.empty((STREAMS, part.symbols), np.int64), begins.reshape(-1)
+    for place in range(part.symbols):  # of all streams at once
+        windows = bits[at[:, None] + np.arange(MAX_BITS)] @ (1 << np.arange(MAX_BITS))
+        lengths, symbols[:, place] = tables[number, windows].T
+        at = at + lengths
     flat = np.empty(TOKENS * part.dim, np.int64)
     flat[stream_places(part.dim, part.keys)] = symbols
     tile = flat.reshape(TOKENS, part.dim)
