@@ -23,6 +23,7 @@ call_anew, multiply, cast, array_dtype = (
 )
 make_block, with_element = tl.block_type.__init__, tl.block_type.with_element_ty
 broadcast, common_type = TritonSemantic.broadcast_impl_value, TritonSemantic.computation_type_impl
+sides_of = TritonSemantic.binary_op_type_checking_impl
 
 
 def call_from_kernel(self: InterpretedFunction, *args: object, **kwargs: object) -> object:
@@ -83,6 +84,7 @@ _blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
 _kin: dict[tuple[str, str], tl.block_type] = {}
 _shapes: dict[tuple[int, ...], tuple[tl.tuple, tl.constexpr]] = {}
 _commons: dict[tuple[Any, ...], tl.dtype] = {}
+_numbers: dict[tuple[Any, ...], tl.tensor] = {}
 
 
 def remember_array(dtype: tl.dtype) -> np.dtype:
@@ -138,6 +140,21 @@ def remember_common(
     return found
 
 
+def remember_number(self: TritonSemantic, lhs: Any, rhs: Any, *more: bool, **options: bool) -> tuple[Any, Any]:
+    """Both sides of an operation. A number beside a tensor that stays as it is becomes one of that type and shape."""
+    if not isinstance(rhs, (int, float)) or not isinstance(lhs, tl.tensor):
+        return sides_of(self, lhs, rhs, *more, **options)
+    key = (repr(rhs), lhs.type.name, more, *options.items())
+    found = _numbers.get(key)
+    if found is None:
+        left, found = sides_of(self, lhs, rhs, *more, **options)
+        if left is not lhs:
+            return left, found
+        found.handle.data.flags.writeable = False
+        _numbers[key] = found
+    return lhs, found
+
+
 def put(owner: object, name: str, member: Any, builder: object, scope: Any) -> None:
     """A builtin of the language that a kernel calls without its semantic."""
     inner = getattr(member, "__wrapped__", member)
@@ -152,4 +169,5 @@ def put(owner: object, name: str, member: Any, builder: object, scope: Any) -> N
 interpreter._get_np_dtype, interpreter._patch_attr = remember_array, put
 tl.block_type.__init__, tl.block_type.with_element_ty = remember_block, remember_kin
 tl.tensor.__init__, tl.dtype.__eq__ = make_tensor, same_type
+TritonSemantic.binary_op_type_checking_impl = remember_number
 TritonSemantic.broadcast_impl_value, TritonSemantic.computation_type_impl = broadcast_unlike, remember_common
