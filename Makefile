@@ -5,6 +5,9 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 BIN := $(VENV)/bin
+
+# With it each of hundreds of processes would compile all that it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml constraints-cpu.txt
 
 # Without an NVIDIA GPU, torch is held to a release that has CPU wheels. Which wheel pip takes is its own configuration's
