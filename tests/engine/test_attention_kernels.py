@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter, on a CPU; tests/gpu runs the same cases compiled."""
 
 import copy
+import itertools
 import math
 import os
 
@@ -45,6 +46,10 @@ DECODES = {name: (shape, 40) for name, shape in SHAPES.items()} | {
 }
 
 
+SHARED = ([2300] * 3, [900, 2600, 1, 1900, 300, 256], [9000, 40, 70], [1300] * 7 + [0, 0])
+"""Lengths of sequences that programs share."""
+
+
 @pytest.mark.parametrize(("shape", "processors"), DECODES.values(), ids=DECODES)
 def test_decode(shape: dict, processors: int) -> None:
     """On 40 processors programs share the longest sequence, on one they do not."""
@@ -62,9 +67,18 @@ def test_decode(shape: dict, processors: int) -> None:
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("window", [0, 700])
 @pytest.mark.parametrize(
-    "lengths", [[2300] * 3, [900, 2600, 1, 1900, 300, 256], [9000, 40, 70], [1300] * 7 + [0, 0]], ids=str
+    ("lengths", "window"),
+    [
+        ([1300] * 2, 0),
+        ([900, 1, 600, 256], 0),
+        ([900] * 4 + [0, 0], 700),
+        *(
+            pytest.param(lengths, window, marks=() if max(lengths) == 9000 and window else pytest.mark.heavy)
+            for lengths, window in itertools.product(SHARED, (0, 700))
+        ),
+    ],
+    ids=str,
 )
 def test_no_share_changes_a_bit(lengths: list[int], window: int) -> None:
     case = make_case([(1, max(1, length)) for length in lengths], window=window, heads=2, kv_heads=1)
