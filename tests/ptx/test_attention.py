@@ -56,15 +56,14 @@ def attend(layer: Any, dims: tuple[int, int], prompts: tuple[int, ...]) -> None:
             prefill_attention(query, layer, table, blocks, out, options, 132, None, closed)
 
 
-def compile_scaled(types: list[str]) -> None:
+def compile_scaled(dtype: str) -> None:
     from kvrail.engine.kv.formats import LayerPages
 
-    for name in types:
-        pool = torch.zeros(1, TOKENS, KV_HEADS, 128).to(getattr(torch, name))
-        scales = torch.ones(1, TOKENS, KV_HEADS)
-        with compiling() as compiled:
-            attend(LayerPages(pool, pool, scales, scales), (128, 128), (FEW,))
-        assert {"_decode_kernel", "_prefill_kernel"} <= set(compiled)
+    pool = torch.zeros(1, TOKENS, KV_HEADS, 128).to(getattr(torch, dtype))
+    scales = torch.ones(1, TOKENS, KV_HEADS)
+    with compiling() as compiled:
+        attend(LayerPages(pool, pool, scales, scales), (128, 128), ())
+    assert "_decode_kernel" in compiled
 
 
 def attend_scaled(dtype: str, lengths: list[int], slots: int, shape: dict[str, Any]) -> None:
@@ -109,20 +108,22 @@ def compile_forms(forms: list[str], dims: tuple[int, int]) -> None:
 
 
 def compile_in_turns(forms: list[str]) -> None:
-    """Heads of 128; prefill's programs share a sequence in every other form alone."""
+    """Heads of 128; prefill's programs share a sequence in every other form alone. Types of eight bits: decode's."""
     for number, form in enumerate(forms):
-        compile_all(form, (128, 128), ((FEW, MANY)[number % 2],))
+        if form in FORMS:
+            compile_all(form, (128, 128), ((FEW, MANY)[number % 2],))
+        else:
+            compile_scaled(form)
 
 
 @pytest.mark.parametrize(
-    "forms", [["lossless"], pytest.param(["int4", "kvcomp", "rot3"], marks=pytest.mark.heavy)], ids="-".join
+    "forms",
+    [["lossless", "float8_e5m2"], pytest.param(["int4", "kvcomp", "rot3"], marks=pytest.mark.heavy)],
+    ids="-".join,
 )
 def test_heads_of_128(forms: list[str], cache: Path) -> None:
+    """The other type of eight bits is below."""
     in_a_child(compile_in_turns, forms, cache=cache)
-
-
-def test_scaled_pages(cache: Path) -> None:
-    in_a_child(compile_scaled, ["float8_e5m2"], cache=cache)  # the other one: below
 
 
 @pytest.mark.parametrize(
