@@ -137,11 +137,11 @@ def test_filters_keep_what_transformers_keeps(vocab_size, seed, top_k, top_p, mi
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"top_k": 8}, {"top_p": 0.8}, {"min_p": 0.1}])
 def test_frequencies_follow_the_filtered_softmax(params: dict) -> None:
-    """Chi-square over 20,000 positions."""
+    """Chi-square over 5,000 positions."""
     logits = random_logits(1, 50, seed=1) / 2
     asked = row(**params)
     expected = warpers(asked.params)(torch.zeros(1, 0, dtype=torch.long), logits)[0].softmax(-1).double().numpy()
-    positions = 20_000
+    positions = 5_000
     drawn = draw(logits.expand(positions, 50), [row(position=position, **params) for position in range(positions)])
     counts = np.bincount(drawn, minlength=50)
     assert not counts[expected == 0].any()

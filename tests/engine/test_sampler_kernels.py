@@ -33,7 +33,7 @@ def drawn_on_cuda(logits: torch.Tensor, params: list[DrawParams]) -> list[int]:
     return begin_draw(logits, params, 264 if torch.cuda.is_available() else 1).tolist()
 
 
-@pytest.mark.parametrize("vocab_size", [1, 500, 513])
+@pytest.mark.parametrize("vocab_size", [1, 513])
 def test_equals_the_cpu(vocab_size: int) -> None:
     @settings(max_examples=12)
     @given(st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 10**6))

@@ -55,8 +55,8 @@ def usual(is_usual: bool) -> list[pytest.MarkDecorator]:
 
 BOTH = [
     *zip(SHAPES, (4, 8, 4, 8, 4), strict=True),
-    ("all options", 4),
-    ("values narrower", 8),
+    pytest.param("all options", 4, marks=pytest.mark.heavy),
+    pytest.param("values narrower", 8, marks=pytest.mark.heavy),
     *(pytest.param(name, bits, marks=usual(name == "values narrower")) for bits in (CODED, ROTATED) for name in SHAPES),
 ]
 """Shapes and widths of codes."""
