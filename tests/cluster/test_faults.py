@@ -16,7 +16,7 @@ from kvrail.services.decode import fetcher, prompt_fetch
 from kvrail.services.prefill import handler
 from kvrail.transport.tcp import transport as tcp
 from kvrail.wire.v1 import prefill_pb2
-from tests.cluster.cluster import TRANSPORTS, cluster
+from tests.cluster.cluster import TRANSPORTS, cluster, each_with_a_transport
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of
 from tests.models import generate, tiny_model
@@ -87,8 +87,7 @@ async def test_prompts_that_nobody_takes_are_computed_here_up_to_a_bound(llama, 
         await c.settled()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("after", [0, 1, 3, 5])
+@pytest.mark.parametrize(("after", "transport"), each_with_a_transport([0, 1, 3, 5]))
 async def test_a_worker_lost_mid_transfer(llama, monkeypatch, transport, after):
     """The first tokens may be out already; the client sees one seamless answer."""
     sent = 0

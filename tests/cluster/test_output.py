@@ -68,7 +68,7 @@ async def test_text_and_stop_strings_split_over_tokens():
         free = await c.ask(prompt, **asked)
         whole = tokenizer.decode(free.tokens[0], skip_special_tokens=True)
         assert free.text[0] == whole and free.finish == {0: LENGTH}
-        for begin in range(3, len(whole) - 3):
+        for begin in range(3, len(whole) - 3, 3):
             stop = whole[begin : begin + 3]
             answer = await c.ask(prompt, **asked, stop=(stop,))
             assert answer.text[0] == whole[: whole.index(stop)]

@@ -48,10 +48,10 @@ def assert_close(logprobs, wanted):
 @pytest.mark.parametrize("codec,transport", each_with_a_transport(["noise", "halves", "halves"]))
 async def test_tokens_equal_raws_whatever_is_drafted(llama, transport, codec):
     async with cluster(llama, transport, prefix_cache=False, **SHARED) as c:
-        for asked in ({}, {"temperature": 0.8, "seed": 5, "logprobs": 2}):
-            prompts = [prompt_of(length) for length in LENGTHS]
+        for asked, lengths in (({}, LENGTHS), ({"temperature": 0.8, "seed": 5, "logprobs": 2}, LENGTHS[3::2])):
+            prompts = [prompt_of(length) for length in lengths]
             whole = await asyncio.gather(*(c.ask(prompt, codec="raw", **asked, max_tokens=24) for prompt in prompts))
-            for length, prompt, raw in zip(LENGTHS, prompts, whole, strict=True):
+            for length, prompt, raw in zip(lengths, prompts, whole, strict=True):
                 staged = await c.ask(prompt, codec=codec, **asked, max_tokens=24)
                 assert staged.tokens == raw.tokens and staged.text == raw.text, length
                 assert_close(staged.logprobs, raw.logprobs)
