@@ -20,7 +20,7 @@ from tests.e2e.cluster import MODEL, ROOT, lint, started
 from tests.e2e.schemas import hundred
 
 QUESTION = [{"role": "user", "content": "What is grep?"}]
-OUTPUTS = int(os.environ.get("KVRAIL_SCHEMA_OUTPUTS", "40"))
+OUTPUTS = int(os.environ.get("KVRAIL_SCHEMA_OUTPUTS", "20"))
 LONG = "A page of text about sockets, files and processes. " * 40
 
 

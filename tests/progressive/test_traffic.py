@@ -1,4 +1,4 @@
-"""Sixteen requests at once, of mixed stages, codecs and lengths; some are cancelled, some lose prefill workers.
+"""Ten or sixteen requests at once, of mixed stages, codecs and lengths; some are cancelled, some lose prefill workers.
 
 Nothing is left to the clock: later stages wait for drafts, a client leaves at a certain piece of news or frame, a
 prefill worker dies at a certain later stage. What is left over is none, and whoever stays has the answer that it has
@@ -21,15 +21,14 @@ from tests.progressive.anchors import broken_anchors  # noqa: F401  a fixture
 from tests.progressive.gates import Gates
 from tests.progressive.test_same_output import PROMPTS
 
-AT_ONCE = 16
 PAGE = 16
 STAGED = ("splitzip-progressive-ans", "lynx-exact", "half-right", "all-noise")
 CODECS = (*STAGED, "splitzip-channel", "raw")
 SHARED = {"kv_dtype": "bfloat16", "page_size": PAGE, "max_batch_tokens": 256, "max_frame_bytes": 1 << 17}
 AMPLE = 900
 """Pages for all at once."""
-TRAFFIC = [(1, "tcp", AMPLE), (0, "inproc", AMPLE), (2, "tcp", 180)]
-"""Seeds, transports and numbers of pages; one of them where tests shall be quick."""
+TRAFFIC = [(7, "tcp", AMPLE, 10), (1, "tcp", AMPLE, 16), (0, "inproc", AMPLE, 16), (2, "tcp", 180, 16)]
+"""Seeds, transports, numbers of pages and of requests; one of them where tests shall be quick."""
 RESERVE = 40
 """Pages for the drafts of ten requests; with fewer left, no later stage waits for drafts that nobody may make."""
 
@@ -51,11 +50,11 @@ class Asked:
     deaths: list[int]
 
 
-def requests(seed):
+def requests(seed, at_once):
     ids = load_tokenizer(str(DEMO)).encode(corpus(), add_special_tokens=False)
     rng = random.Random(seed)
     shared = ids[:200]
-    for number in range(AT_ONCE):
+    for number in range(at_once):
         length = rng.choice([rng.randint(1, 60), rng.randint(60, 300), rng.randint(60, 300), rng.randint(300, 600)])
         begin = rng.randint(0, len(ids) - length)
         prompt = [*shared[: rng.choice([0, 0, 50, 200])], *ids[begin : begin + length]]
@@ -131,10 +130,12 @@ class Traffic:
             self.tasks[name].cancel()
 
 
-@pytest.mark.parametrize(("seed", "transport", "pages"), TRAFFIC[: None if PROMPTS > 1 else 1])
+@pytest.mark.parametrize(("seed", "transport", "pages", "at_once"), TRAFFIC[: None if PROMPTS > 1 else 1])
 @pytest.mark.usefixtures("broken_anchors")
-async def test_nothing_leaks_nobody_starves_and_answers_are_those_of_one_alone(monkeypatch, seed, transport, pages):
-    asked = list(requests(seed))
+async def test_nothing_leaks_nobody_starves_and_answers_are_those_of_one_alone(
+    monkeypatch, seed, transport, pages, at_once
+):
+    asked = list(requests(seed, at_once))
     decode = {"num_pages": pages, "transfer_timeout_s": 3600}
     async with cluster(DEMO, transport, prefill_count=2, num_pages=AMPLE, decode=decode, **SHARED) as c:
         traffic = Traffic(monkeypatch, c, asked)
