@@ -20,7 +20,7 @@ from kvrail.codec.papers.lynx.format import LynxCode
 from kvrail.codec.papers.lynx.payload import EXACT, parse, parse_both, plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
-PROPERTY = settings(max_examples=300 if os.environ.get("CI") == "true" else 40)
+PROPERTY = settings(max_examples=100 if os.environ.get("CI") == "true" else 40)
 CODES = [LynxCode(), LynxCode(chunk=16), LynxCode(alpha=3.0), LynxCode(alpha=0.25, chunk=8), LynxCode(alpha=255.0)]
 SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
     (1, 1, 1, 1, 1, 1),

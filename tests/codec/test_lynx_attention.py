@@ -8,7 +8,7 @@ from benchmarks import anchor_drafts
 from benchmarks.attention_error import LIMITS, Candidate, check, exact_outputs, measure
 from kvrail.codec.papers.lynx.codec import lynx_exact
 
-CONTEXTS = 3
+CONTEXTS = 1
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.reference import entropy as rans
 from tests.reference import progressive_ans as reference
 
 GOLDEN = Path(__file__).parent / "golden"
-PROPERTY = settings(max_examples=500 if os.environ.get("CI") == "true" else 40)
+PROPERTY = settings(max_examples=150 if os.environ.get("CI") == "true" else 40)
 SIXTEEN = ["bfloat16", "float16"]
 BODY = HEADER_BYTES + 40
 

@@ -24,7 +24,7 @@ from kvrail.codec.splitzip.tiles.plan import plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
 BOOK = codebook()
-PROPERTY = settings(max_examples=1000 if os.environ.get("CI") == "true" else 60)
+PROPERTY = settings(max_examples=250 if os.environ.get("CI") == "true" else 60)
 CODES = [(per_channel, bits) for per_channel in (False, True) for bits in (3, 4)]
 SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
     (1, 1, 1, 1, 1, 1),
