@@ -58,13 +58,15 @@ async def read(tokenizer: Tokenizer, keep_alive_s: float, command: list[str], cw
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("keep_alive_s", [0.0, KEEP_ALIVE_S])
 @pytest.mark.parametrize(
-    ("environment", "clients"),
+    ("environment", "clients", "keep_alive_s"),
     [
-        ("parsers", ["httpx-sse", "sseclient-py", "requests", "aiohttp-sse-client2"]),
-        ("langchain", ["langchain"]),
-        ("litellm", ["openai", "hosted_vllm", "anthropic"]),
+        ("parsers", ["httpx-sse", "sseclient-py", "requests", "aiohttp-sse-client2"], 0.0),
+        ("parsers", ["httpx-sse", "sseclient-py", "requests", "aiohttp-sse-client2"], KEEP_ALIVE_S),
+        pytest.param("langchain", ["langchain"], 0.0, marks=pytest.mark.heavy),
+        ("langchain", ["langchain"], KEEP_ALIVE_S),
+        pytest.param("litellm", ["openai", "hosted_vllm", "anthropic"], 0.0, marks=pytest.mark.heavy),
+        ("litellm", ["openai", "hosted_vllm", "anthropic"], KEEP_ALIVE_S),
     ],
 )
 async def test_python(tokenizer: Tokenizer, keep_alive_s: float, environment: str, clients: list[str]):
