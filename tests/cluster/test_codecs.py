@@ -24,7 +24,7 @@ from tests.models import tiny_model
 NAMES = [name for name in registry.names() if registry.get(name).exact]
 ALL = [(name, dtype) for dtype in DTYPE_BYTES for name in NAMES if dtype in registry.get(name).dtypes]
 PAIRS = [(name, dtype) for number, (name, dtype) in enumerate(ALL) if dtype == "bfloat16" or number % 3 == 0]
-"""Every codec with pages of bfloat16, and every other type with two codecs; tests/codec has each with each."""
+"""Every codec with pages of bfloat16, every other type with a codec or two; tests/codec has each with each."""
 CASES = [(*pair, ("inproc", "tcp")[number % 2]) for number, pair in enumerate(PAIRS)]
 PAGE = 16
 PROMPTS = (prompt_of(65), prompt_of(500), prompt_of(500)[:230] + prompt_of(700, seed=1))  # the last hits a prefix
