@@ -77,6 +77,9 @@ fuzz: $(VENV)/.dev  ## more damaged frames and bodies than `make test` sends; pr
 	KVRAIL_FUZZ_BODIES=10000 KVRAIL_FUZZED_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout=3600 \
 		tests/router/test_fuzz.py tests/transfer/test_hostile_frames.py $(ARGS)
 
+test-mixes: $(VENV)/.dev  ## 1,000 random mixes of requests over the engine (`make test` has 40)
+	KVRAIL_MIXES=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) tests/engine/mixes $(ARGS)
+
 test-openapi: $(VENV)/.dev  ## schemathesis on the OpenAPI document: 5,000 requests and more
 	KVRAIL_OPENAPI_EXAMPLES=300 $(BIN)/python -m pytest -s --timeout=1800 tests/router/test_openapi.py $(ARGS)
 

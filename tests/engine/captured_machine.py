@@ -1,15 +1,13 @@
 """Captured steps on a CPU: a step that a GPU replays is computed again, over a model whose pages hold token ids.
 
 The runner, the sizes, the buffers and the order of launches are those that serve on a GPU; only CUDA is replaced. The
-model's logits behind a token are noise, seeded by a checksum of all tokens that its page table leads to. So any
+model's logits behind a token are a function of all tokens that its page table leads to (mixes/machine.py). So any
 mistake in pages, buffers, rows or draws changes the output, and equal tokens always give equal logits.
 """
 
 import functools
-import zlib
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,18 +23,12 @@ from kvrail.engine.step.buffers import StepBuffer, StepSize
 from kvrail.engine.step.graphs import StepGraphs
 from kvrail.engine.step.runner import ModelRunner
 from kvrail.values.layout import KVLayout
+from tests.engine.mixes.machine import logits_of
 from tests.models import VOCAB
 
 MAX_LEN = 96
 QUERIES = 16
 """Queries of a block, as kernels take them."""
-
-
-@functools.lru_cache(1 << 16)
-def logits_behind(tokens: tuple[int, ...]) -> torch.Tensor:
-    """float32 [VOCAB]."""
-    seed = zlib.crc32(np.asarray(tokens, dtype=np.int64).tobytes())
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal(VOCAB, dtype=np.float32) * 3)
 
 
 class TokenModel:
@@ -64,7 +56,7 @@ class TokenModel:
         found = torch.full((len(ids), VOCAB), torch.nan)
         for token, (table, position) in reads.items():
             before = step.pages[0][0].view(-1, size)[table].view(-1)[: position + 1]
-            found[token] = logits_behind(tuple(int(each) for each in before.tolist()))
+            found[token] = torch.from_numpy(logits_of(tuple(int(each) for each in before.tolist())))
         for layer in range(len(self.layers)):
             if step.on_layer is not None:
                 step.on_layer(layer)

@@ -1,6 +1,5 @@
 """Steps that are enqueued ahead, before earlier draws are known, give the same output as steps that are not."""
 
-import random
 from typing import ClassVar
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from kvrail.engine.engine import MAX_FAILURES
 from kvrail.engine.request.events import Admitted, Failed, Finished, Prefilled
 from kvrail.engine.step import in_flight
-from tests.engine.bench import Bench, Transfer, prompts
+from tests.engine.bench import Bench, Transfer
 from tests.engine.page_machine import VOCAB, PageMachine, expected
 
 LIMITS = {"num_pages": 200, "max_batch_tokens": 24, "mixed_batch_tokens": 12}
@@ -109,89 +108,6 @@ def test_a_failing_step_fails_its_own_requests(where, monkeypatch):
     bench.run()
     assert bench.tokens("next") == expected([5, 6], 6)
     bench.engine.check()
-
-
-KINDS = ("plain", "plain", "stops", "several", "prefill", "remote")
-
-
-class Traffic:
-    """Requests of all kinds over one engine; their transfers and their ends come at any moment."""
-
-    def __init__(self, bench: Bench, seed: int) -> None:
-        self.bench, self.rng = bench, random.Random(seed)
-        self.prompts: dict[str, list[int]] = {}
-        self.remote: list[str] = []
-        self.aborted: set[str] = set()
-
-    def ask(self, prompt: list[int]) -> None:
-        name, kind = str(len(self.prompts)), self.rng.choice(KINDS)
-        options = {
-            "stops": {"stop_token_ids": tuple(self.rng.sample(range(VOCAB), 12))},
-            "several": {"n": 2},
-            "prefill": {"prefill_only": True},
-            "remote": {"remote": True},
-        }.get(kind, {})
-        self.bench.submit(name, prompt, max_tokens=self.rng.randint(1, 12), **options)
-        self.prompts[name] = prompt
-        if kind == "remote":
-            self.remote.append(name)
-
-    def abort_one(self) -> None:
-        name = self.rng.choice(list(self.prompts))
-        self.aborted.add(name)
-        self.remote = [each for each in self.remote if each != name]
-        self.bench.engine.abort(name)
-
-    def advance(self) -> None:
-        """End one transfer, if one can end; return leases that no transfer claims."""
-        for name in self.prompts:
-            if self.bench.of(name, Prefilled):
-                self.bench.engine.abort(name)
-        arrived = [name for name in self.remote if self.bench.of(name, Admitted)]
-        if arrived:
-            self.remote.remove(arrived[0])
-            self.transfer(arrived[0])
-
-    def transfer(self, name: str) -> None:
-        transfer = Transfer(self.bench, name, self.prompts[name])
-        transfer.first()
-        if self.rng.random() < 0.4:
-            transfer.coarse(wrong=self.rng.random() < 0.5)
-            self.bench.step(self.rng.randint(0, 3))
-        if self.rng.random() < 0.2:
-            transfer.lose()
-        else:
-            transfer.exact()
-
-    def check(self) -> None:
-        for name, prompt in self.prompts.items():
-            assert not self.bench.of(name, Failed)
-            assert name in self.aborted or self.bench.of(name, Finished) or self.bench.of(name, Prefilled)
-            for index in range(2):
-                tokens = self.bench.tokens(name, index)
-                assert tokens == expected(prompt, len(tokens), index)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("num_pages", [16, 60])
-def test_traffic_of_all_kinds(seed, num_pages):
-    bench = Bench(num_pages=num_pages, ahead=True, max_batch_tokens=24, mixed_batch_tokens=8 * (seed % 2))
-    traffic = Traffic(bench, seed)
-    for prompt in prompts(60, longest=30, seed=seed):
-        known = traffic.rng.choice(list(traffic.prompts.values()) or [prompt])
-        traffic.ask(known if traffic.rng.random() < 0.3 else prompt)
-        for _ in range(traffic.rng.randint(0, 5)):
-            bench.step(1)
-            if traffic.rng.random() < 0.5:
-                traffic.advance()
-        if traffic.rng.random() < 0.2:
-            traffic.abort_one()
-    for _ in range(200):
-        bench.run()
-        traffic.advance()
-    assert bench.engine.status().pages.used == 0
-    assert bench.machine.fed > 50
-    traffic.check()
 
 
 def test_steps_that_fail_only_when_enqueued_ahead_end_the_engine(monkeypatch):

@@ -1,6 +1,5 @@
 """The control plane against a machine whose output depends on every page (page_machine.py)."""
 
-import random
 import threading
 
 import pytest
@@ -109,16 +108,6 @@ def test_a_prompt_that_fills_the_whole_pool_is_served_twice():
         bench.engine.release_lease(lease)
         assert [token.token_id for token in bench.of(name, Prefilled)[0].tokens] == expected(prompt, 1)
     assert bench.of("warm", Admitted)[0].cached_tokens == 28
-
-
-def test_n_sequences_share_the_prompt():
-    bench = Bench(num_pages=64, max_batch_tokens=64)
-    prompt = list(range(21))
-    bench.submit("three", prompt, n=3)
-    bench.run()
-    for index in range(3):
-        assert bench.tokens("three", index) == expected(prompt, 8, index)
-    assert bench.events["three"][-1] == Finished(24)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -311,26 +300,6 @@ def test_a_prompt_that_a_transfer_reads_keeps_its_pages(prefix_cache):
     assert [bench.tokens(str(number)) for number in range(3)] == [expected(prompt, 24) for prompt in talkers]
     bench.engine.release_lease(lease)
     bench.engine.check()
-
-
-def test_random_aborts_leak_nothing():
-    rng = random.Random(5)
-    bench = Bench(num_pages=40, max_batch_tokens=12)
-    alive = {}
-    for number, prompt in enumerate(prompts(120, longest=50, seed=9)):
-        name = str(number)
-        bench.submit(name, prompt, max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 2]))
-        alive[name] = prompt
-        for _ in range(rng.randint(0, 6)):
-            bench.engine.step()
-            bench.engine.check()
-        if rng.random() < 0.5:
-            bench.engine.abort(rng.choice(list(alive)))
-    bench.run()
-    assert bench.engine.status().pages.used == 0
-    for name, prompt in alive.items():
-        tokens = bench.tokens(name)
-        assert tokens == expected(prompt, len(tokens))
 
 
 @pytest.mark.parametrize("ahead", [False, True])

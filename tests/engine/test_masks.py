@@ -2,16 +2,13 @@
 
 import asyncio
 import ctypes
-import json
 from functools import partialmethod
 
-import jsonschema
 import numpy as np
 import pytest
 import torch
 
-from kvrail.engine.batch.batch import SampledToken
-from kvrail.engine.request.events import Failed, Finished, Output
+from kvrail.engine.request.events import Failed, Finished
 from kvrail.engine.request.requests import EngineRequest
 from kvrail.engine.sampling import masks as masks_of_steps
 from kvrail.engine.sampling.mask_kernel import mask_on_cuda
@@ -21,7 +18,7 @@ from kvrail.engine.step.runner import ModelRunner
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar import Grammars, texts
 from kvrail.values.sampling import SamplingParams
-from tests.engine.drafting import DecodeSite, deliver, exact, loaded, noise
+from tests.engine.drafting import DecodeSite, loaded
 from tests.engine.test_sampler import random_logits, row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,55 +68,6 @@ def submit(site, name, seed, grammar="", **options):
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=seed, grammar=grammar, **options)
     known = compiled(grammar) if grammar else None
     site.engine.submit(EngineRequest(name, tuple(range(60, 80 + seed)), params, grammar=known))
-
-
-def asked_of(site):
-    """Six requests, every other one constrained, one of two sequences, come one after the other."""
-    for seed in range(6):
-        submit(site, f"r{seed}", seed, TEXT if seed % 2 else "", n=2 if seed == 3 else 1)
-        site.step(2)
-    site.run()
-    said = [[event for event in site.events[f"r{seed}"] if isinstance(event, Output)] for seed in range(6)]
-    assert all(site.of(f"r{seed}", Finished) for seed in range(6))
-    return [sorted((event.index, event.token_ids) for event in events) for events in said]
-
-
-def test_steps_ahead_draw_the_same_tokens(monkeypatch):
-    """The model computes ahead; a constrained draw waits for the token before it, and for the masks."""
-    plain = DecodeSite()
-    expected = asked_of(plain)
-    for name in ("r1", "r5"):
-        _, text, reason, *_ = plain.answer(name)
-        if reason == "stop":
-            jsonschema.validate(json.loads(text), SCHEMA)
-    ahead, fed = DecodeSite(), []
-    execute = ahead.runner.execute
-    monkeypatch.setattr(ModelRunner, "launches_async", property(lambda _: True))
-    monkeypatch.setattr(ahead.runner, "execute", lambda *step: fed.append(step[2] is not None) or execute(*step))
-    assert asked_of(ahead) == expected
-    assert sum(fed) > 20
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("form", [exact, noise])
-def test_drafts_match_the_grammar_and_change_nothing(form, ahead, monkeypatch):
-    begin = loaded("llama")[1].encode("{", add_special_tokens=False)[-1]
-    monkeypatch.setattr(Sampler, "sample", lambda *_: [SampledToken(begin)])  # what a prefill worker draws
-    monkeypatch.setattr(ModelRunner, "launches_async", property(lambda _: ahead))
-    site, alone = DecodeSite(), DecodeSite(max_drafts=0)
-    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=seed, grammar=TEXT) for seed in range(5)]
-    prompt = list(range(60, 85))
-    for each, coarse in ((site, form), (alone, exact)):
-        transfers = [
-            each.begin(f"r{number}", prompt, one, grammar=compiled(TEXT), provisional=True)
-            for number, one in enumerate(params)
-        ]
-        deliver(each, transfers, coarse)
-    names = [f"r{number}" for number in range(len(params))]
-    assert [site.answer(name) for name in names] == [alone.answer(name) for name in names]
-    if form is exact:
-        assert all(site.drafted(name)[1] == site.answer(name)[1][-len(site.drafted(name)[1]) :] for name in names)
-        assert all(site.accepted(name) == len(site.drafted(name)[0]) > 5 for name in names)
 
 
 def test_a_request_whose_grammar_was_not_compiled_is_refused():

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from kvrail.engine.request.events import Admitted, Failed, Output, PromptScored
 from kvrail.engine.request.requests import EngineRequest
 from kvrail.values.sampling import PromptLogprobs, SamplingParams
-from tests.engine.bench import Bench, prompts
+from tests.engine.bench import Bench
 from tests.engine.drafting import PAGE_SIZE, DecodeSite
-from tests.engine.page_machine import VOCAB, expected, next_token
+from tests.engine.page_machine import VOCAB, expected
 from tests.models import tiny_model
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -87,32 +87,6 @@ def test_what_is_cached_is_computed_again_and_what_was_told_is_not():
     whole = [event.logprobs for event in site.of("again", PromptScored)]
     assert pieces[0].first == told + 1
     assert [x for piece in pieces for x in piece.logprobs] == [x for piece in whole for x in piece.logprobs][told:]
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_all_are_told_once_among_preempted_and_waiting_sequences(ahead):
-    bench = Bench(num_pages=24, ahead=ahead, max_batch_tokens=16, mixed_batch_tokens=8, prompt_rows=5)
-    asked = {f"r{i}": prompt for i, prompt in enumerate(prompts(12, seed=5))}
-    for i, (name, prompt) in enumerate(asked.items()):
-        params = SamplingParams(max_tokens=20, temperature=0.0, prompt_logprobs=1 if i % 3 else None)
-        bench.engine.submit(EngineRequest(name, tuple(prompt), params))
-        bench.step(2)
-    bench.run()
-    assert bench.scheduler.preemptions > 0
-    for i, (name, prompt) in enumerate(asked.items()):
-        assert bench.tokens(name) == expected(prompt, 20)
-        logprobs, ranks, tops = joined(bench.events[name])
-        if i % 3 == 0:
-            assert not logprobs
-            continue
-        likely = [next_token(prompt[:end]) for end in range(1, len(prompt))]
-        assert [top[0][0] for top in tops] == likely
-        rest = [
-            1 + (token != best) + (token if token < best else token - 1) * (token != best)
-            for token, best in zip(prompt[1:], likely, strict=True)
-        ]
-        assert ranks == rest
-    assert max(sum(step) for step in bench.machine.steps) <= 16
 
 
 def test_only_a_bounded_number_of_rows_is_computed_a_step():

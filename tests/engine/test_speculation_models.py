@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrail.engine.request.events import Output, Verified
-from kvrail.engine.step.runner import ModelRunner
+from kvrail.engine.request.events import Output
 from kvrail.values.sampling import FinishReason, SamplingParams
-from tests.engine.drafting import PAGE_SIZE, Coarse, DecodeSite, Transfer, deliver, exact, noise, prefill, rounded
+from tests.engine.drafting import PAGE_SIZE, Coarse, DecodeSite, deliver, exact, noise, prefill, rounded
 from tests.models import generate, tiny_model
 
 LENGTH = 75
@@ -88,19 +87,6 @@ def test_answers_are_those_without_drafts(form: Coarse) -> None:
             assert site.accepted(name) < 32
 
 
-@pytest.mark.parametrize("form", [rounded, noise])
-def test_drafts_that_are_made_before_the_last_one_is_known_are_the_same(form: Coarse, monkeypatch) -> None:
-    cases = {name: CASES[name] for name in ("greedy", "sampled", "filtered", "max tokens")}
-    in_turn, fed, execute = with_drafts(cases, form, provisional=True), [], ModelRunner.execute
-    monkeypatch.setattr(ModelRunner, "launches_async", property(lambda _: True))
-    monkeypatch.setattr(ModelRunner, "execute", lambda *step: fed.append(any(step[3:4])) or execute(*step))
-    ahead = with_drafts(cases, form, provisional=True)
-    assert sum(fed) > 60
-    for name in cases:
-        assert_same(ahead, plain(), name)
-        assert ahead.drafted(name) == in_turn.drafted(name) and ahead.accepted(name) == in_turn.accepted(name)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3"])
 def test_greedy_answers_are_those_of_generate(family: str) -> None:
     want = generate(str(tiny_model(family)), tuple(PROMPT), LENGTH)
@@ -109,20 +95,6 @@ def test_greedy_answers_are_those_of_generate(family: str) -> None:
         assert site.answer("greedy")[0] == want
         if form is exact:
             assert site.accepted("greedy") == 64
-
-
-@pytest.mark.parametrize("case", ["greedy", "sampled"])
-def test_half_of_the_drafts_wrong(case: str) -> None:
-    site = DecodeSite()
-    transfer = site.begin(case, PROMPT, params_of(CASES[case]))
-    transfer.send_coarse(exact)
-    site.step(32)
-    transfer.write(noise)
-    site.run()
-    transfer.send_exact()
-    site.run()
-    assert 32 <= site.accepted(case) < 48
-    assert_same(site, plain(), case)
 
 
 @pytest.mark.parametrize(("include", "form"), [(False, exact), (True, rounded), (False, noise)])
@@ -139,24 +111,6 @@ def test_stop_strings_cut_accepted_drafts_off(include: bool, form: Coarse) -> No
     later, other = with_drafts({"r": case}, form), without_drafts({"r": case})
     assert_same(later, other, "r")
     assert later.answer("r")[-1] > count + 5
-
-
-@pytest.mark.parametrize("form", [exact, noise])
-def test_stop_tokens_and_eos(form: Coarse) -> None:
-    tokens = plain().answer("sampled")[0]
-    cut = next(i for i in range(20, 60) if tokens[i] not in tokens[:i])
-    stopping = {**SAMPLED, "stop_token_ids": (tokens[cut],)}
-    cases = {
-        "stop": stopping,
-        "said": {**stopping, "include_stop_in_output": True},
-        "later": {**stopping, "min_tokens": cut + 5},
-        "eos": {**SAMPLED, "logit_bias": {256: 3.0}, "ignore_eos": False},
-    }
-    site, other = with_drafts(cases, form), without_drafts(cases)
-    for name in cases:
-        assert_same(site, other, name)
-    assert [site.answer(name)[2] for name in ("stop", "said", "eos")] == [FinishReason.STOP] * 3
-    assert site.answer("stop")[0] == tokens[: cut + 1] and site.answer("later")[-1] > cut + 5
 
 
 def test_drafted_text_is_the_text_that_follows() -> None:
@@ -179,28 +133,6 @@ def test_what_is_cached_afterwards_is_exact(form: Coarse) -> None:
         torch.testing.assert_close(ours, theirs[:, :full], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("at", [0, 1, 20])
-def test_a_lost_or_repeated_transfer_changes_nothing(at: int) -> None:
-    for lost in (False, True):
-        site = DecodeSite()
-        transfer = site.begin("logprobs", PROMPT, params_of(CASES["logprobs"]))
-        transfer.send_coarse(rounded)
-        site.step(at)
-        if lost:
-            transfer.lose()
-        else:
-            with site.engine.change() as requests:
-                requests.drop_drafts("logprobs")
-            transfer.write(noise)
-            site.run()
-            transfer.send_coarse(exact)
-            site.run()
-            transfer.send_exact()
-        site.run()
-        assert_same(site, plain(), "logprobs")
-        assert [v.accepted for v in site.of("logprobs", Verified)] == [0] * bool(at) + [64] * (not lost)
-
-
 def test_a_stop_string_in_the_first_token_leaves_the_other_sequences() -> None:
     """The sequence that the transfer writes for ends by it; the other one's KV is computed here."""
     site = DecodeSite()
@@ -218,37 +150,3 @@ def test_a_stop_string_in_the_first_token_leaves_the_other_sequences() -> None:
     again = [token for e in site.of("stopped", Output) if e.index == 1 for token in e.token_ids]
     assert again == [token for output in second for token in output.token_ids]
     assert site.engine.status().pages.used == 0
-
-
-def test_sixteen_requests_of_mixed_stages() -> None:
-    """Some draft, some verify, some decode, some are cancelled; answers are the sequential ones."""
-    rng = random.Random(4)
-    asked = {str(i): prompt_of(rng.randint(20, 70), seed=i) for i in range(16)}
-    params = {
-        name: SamplingParams(
-            max_tokens=rng.randint(10, 50), temperature=rng.choice([0.0, 0.8]), seed=int(name), stop=()
-        )
-        for name in asked
-    }
-    site = DecodeSite(num_pages=150, max_batch_tokens=128)
-    waiting: dict[str, Transfer] = {name: site.begin(name, ids, params[name]) for name, ids in asked.items()}
-    cancelled = set()
-    while waiting or site.engine.pending():
-        for name in rng.sample(sorted(waiting), k=min(len(waiting), 2)):
-            transfer, draw = waiting[name], rng.random()
-            if draw < 0.7:
-                transfer.send_coarse(rng.choice([exact, rounded, noise]))
-            elif draw < 0.9:
-                waiting.pop(name).send_exact()
-            else:
-                cancelled.add(name)
-                site.engine.abort(name)
-                site.engine.release_lease(waiting.pop(name).lease)
-        site.step(1)
-    assert site.engine.status().pages.used == 0 and 0 < len(cancelled) < 8
-    assert sum(len(site.of(name, Verified)) for name in asked) > 4
-    for name in asked.keys() - cancelled:
-        alone = DecodeSite(max_drafts=0)
-        alone.begin(name, asked[name], params[name]).send_exact()
-        alone.run()
-        assert site.answer(name) == alone.answer(name)

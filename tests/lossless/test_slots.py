@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from kvrail.engine.request.events import Admitted, Failed, Finished
-from tests.engine.bench import Bench, Transfer, prompts
+from kvrail.engine.request.events import Admitted, Failed
+from tests.engine.bench import Bench, Transfer
 from tests.engine.page_machine import VOCAB, expected
-from tests.engine.test_speculation_traffic import AT_ONCE, Traffic
 from tests.lossless.slotted import SlottedCells, pages_in
 
 
@@ -19,61 +18,6 @@ def bench_of(num_pages, open_pages, odd=0.0, seed=0, **limits):
 def prompt_of(length, seed=0):
     rng = random.Random(seed)
     return [rng.randrange(VOCAB) for _ in range(length)]
-
-
-@pytest.mark.parametrize(
-    ("seed", "ahead", "odd"),
-    [
-        (0, False, 0.0),
-        (1, True, 0.0),
-        (2, False, 0.02),
-        (3, True, 0.02),
-        (0, True, 0.02),
-        (1, False, 1.0),
-        (2, True, 1.0),
-    ],
-)
-def test_requests_of_all_kinds_over_scarce_slots(seed: int, ahead: bool, odd: float) -> None:
-    bench, cells = bench_of(70, 45, odd, seed, max_running=AT_ONCE, max_batch_tokens=48)
-    bench.machine.launches_async = ahead
-    traffic = Traffic(bench, seed)
-    (shared,) = prompts(1, 20)
-    for prompt in prompts(130, longest=40, seed=seed):
-        traffic.ask([*shared[: traffic.rng.randint(0, 20)], *prompt])
-        traffic.run(at_most=AT_ONCE - 1)
-        if traffic.rng.random() < 0.1:
-            traffic.cancel_one()
-    traffic.run(at_most=0)
-    bench.run()
-    assert bench.engine.status().pages.used == 0
-    ended = [name for name in traffic.prompts if bench.of(name, Finished)]
-    assert len(ended) > 30 and not any(bench.of(name, Failed) for name in traffic.prompts)
-    for name, prompt in traffic.prompts.items():
-        tokens = bench.tokens(name)
-        assert tokens == expected(prompt, len(tokens))
-        assert name not in ended or len(tokens) == traffic.lengths[name]
-    assert cells.closings > 20 and bool(cells.failures) == bool(odd) and bench.scheduler.preemptions > 0
-    closed = sum(map(cells.slots.is_closed, range(70)))
-    assert closed > 0 if odd < 1 else closed == 0
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_random_aborts_leak_no_slot(ahead: bool) -> None:
-    rng = random.Random(5)
-    bench, cells = bench_of(60, 30, 0.01, max_batch_tokens=12, ahead=ahead)
-    alive = {}
-    for number, prompt in enumerate(prompts(120, longest=50, seed=9)):
-        name = str(number)
-        bench.submit(name, prompt, max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 2]))
-        alive[name] = prompt
-        bench.step(rng.randint(0, 6))
-        if rng.random() < 0.5:
-            bench.engine.abort(rng.choice(list(alive)))
-    bench.run()
-    assert bench.engine.status().pages.used == 0 and cells.closings > 100
-    for name, prompt in alive.items():
-        tokens = bench.tokens(name)
-        assert tokens == expected(prompt, len(tokens))
 
 
 def test_closed_pages_serve_the_next_prompt_and_make_room() -> None:
