@@ -87,7 +87,7 @@ class ErrorResponse(Response):
 
 def is_anthropic(scope: Scope) -> bool:
     """Whether a request's client expects Anthropic's shapes: by its path, or, of models, by its header."""
-    path = scope["path"]
+    path: str = scope["path"]
     if path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"):
         return any(name == b"anthropic-version" for name, _ in scope["headers"])
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
