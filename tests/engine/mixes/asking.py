@@ -106,7 +106,7 @@ class Asking:
             before, _, answer = rng.choice(self._known)
             return [*before, *answer.tokens[0], *rng.choices(range(256), k=rng.randint(1, 4))][:longest]
         pages = rng.randint(1, max(1, longest // self._page_size))
-        length = rng.choice([rng.randint(1, 12), rng.randint(1, longest), min(longest, pages * self._page_size)])
+        length = rng.choice([rng.randint(1, 8), rng.randint(1, longest), min(longest, pages * self._page_size)])
         cut = rng.choice([0, rng.randint(0, length), rng.randint(0, length), length])
         return [*self._shared[:cut], *rng.choices(range(256), k=length - cut)]
 

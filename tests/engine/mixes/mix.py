@@ -176,6 +176,8 @@ class Mix:
                 break
         else:
             raise AssertionError("it does not come to an end")
+        for name in self._asked:  # as every caller does at the end, whatever that was
+            engine.abort(name)
         assert self.site.pool.counts().used == 0, "pages are held when all is over"
         mirror.check()
 
@@ -198,6 +200,8 @@ class Mix:
         """Transfers begin, go on and end; clients leave."""
         for name, ask in list(self._asked.items()):
             transfer = self._transfers.get(name)
+            if self.site.of(name, Failed):
+                self.site.engine.abort(name)  # as a caller does that reads it; so a lease goes that nobody claimed
             if transfer is not None and not transfer.over:
                 if isinstance(transfer, Sending):
                     transfer.ends = self._ends if self._patient else 1.0

@@ -72,6 +72,7 @@ class Site:
         self.events: dict[str, list[Event]] = {}
         self._of: dict[tuple[str, type], list[Any]] = {}
         self.heard = 0  # events
+        self.poisoned = False  # by what another worker sent
         self.engine = Engine(
             cast(Any, machine),
             Sampler(VOCAB, torch.device("cpu")),

@@ -91,7 +91,7 @@ class Sending:
         if form == "rounded":
             sent[place] += 1
         elif form == "poison":
-            sent[place] = POISON
+            sent[place], self._site.poisoned = POISON, True
         elif form == "noise":
             sent = [(value * 7 + 3) % 256 for value in sent]
         for number in range(begin, end):
