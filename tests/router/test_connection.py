@@ -295,8 +295,8 @@ async def test_a_client_that_sent_more_and_leaves_is_noticed(cluster: Cluster, b
     await until(lambda: not cluster.server.server_state.connections)
 
 
-async def test_of_many_requests_sent_at_once_few_are_parsed_ahead(cluster: Cluster):
-    """Parsing all of them at once would hold up every other client."""
+def held(cluster: Cluster) -> asyncio.Event:
+    """From now on the worker answers once the event is set."""
     go_on, answered = asyncio.Event(), cluster.decode[0].script
 
     async def waits(worker, request):
@@ -305,6 +305,12 @@ async def test_of_many_requests_sent_at_once_few_are_parsed_ahead(cluster: Clust
             yield reply
 
     cluster.decode[0].script = waits
+    return go_on
+
+
+async def test_of_many_requests_sent_at_once_few_are_parsed_ahead(cluster: Cluster):
+    """Parsing all of them at once would hold up every other client."""
+    go_on = held(cluster)
     reader, writer = await connect(cluster)
     asked = b"GET /v1/models/tiny HTTP/1.1\r\nhost: x\r\n\r\n"
     writer.write(HEAD + LENGTH + BODY + asked * 3000)
@@ -321,14 +327,7 @@ async def test_of_many_requests_sent_at_once_few_are_parsed_ahead(cluster: Clust
 
 async def test_a_body_behind_a_running_request_waits_outside(cluster: Cluster):
     """Its bytes are not taken into memory before its turn; then it is read, and so is what follows."""
-    go_on, answered = asyncio.Event(), cluster.decode[0].script
-
-    async def waits(worker, request):
-        await go_on.wait()
-        async for reply in answered(worker, request):
-            yield reply
-
-    cluster.decode[0].script = waits
+    go_on = held(cluster)
     long = b" " * (4 << 20) + BODY
     reader, writer = await connect(cluster)
     writer.write(HEAD + LENGTH + BODY + HEAD + b"content-length: %d\r\n\r\n" % len(long) + long + HEAD + LENGTH + BODY)
