@@ -73,6 +73,8 @@ async def test_text_and_stop_strings_split_over_tokens():
             answer = await c.ask(prompt, **asked, stop=(stop,))
             assert answer.text[0] == whole[: whole.index(stop)]
             assert (answer.finish[0], answer.stop_reason[0]) == (STOP, stop)
+        begun = await c.ask(prompt, **asked, stop=(whole[-2:] + "never",))  # what may begin it is held back to the end
+        assert (begun.text[0], begun.finish[0]) == (whole, LENGTH)
         kept = await c.ask(prompt, **asked, stop=(whole[5:8],), include_stop_in_output=True)
         assert kept.text[0] == whole[: whole.index(whole[5:8]) + 3]
         await c.settled()
