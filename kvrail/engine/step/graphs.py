@@ -53,8 +53,8 @@ it computes some two hundred rows, and logits become float32 row by row."""
 class _Captured:
     """One size.
 
-    graphs: in order, each with the last layer that it completes, or None. heads: one of them follows; by the rows of
-    logits that each computes, the fewest first.
+    graphs: in order, each with the last layer that it completes, or None. heads: one of them follows, by the rows of
+    logits that each computes, the fewest first; a single one computes the last layers, too.
     """
 
     buffer: StepBuffer
@@ -143,23 +143,23 @@ class StepGraphs:
                 near_end.record()
             if on_layer is not None:
                 on_layer(layer)
-        step.head(len(packed.logit_rows)).replay()
-        drawn = self._draws[: len(draws)] if draws and step.buffer.size.draws else None
-        self.extras = Extras(drawn, near_end)
-        return self._logits[: len(packed.logit_rows)]
+        rows = len(packed.logit_rows)
+        if rows or len(step.heads) == 1:
+            step.head(rows).replay()
+        self.extras = Extras(self._draws[: len(draws)] if draws and step.buffer.size.draws else None, near_end)
+        return self._logits[:rows]
 
     def _sizes(self, max_running: int, max_tokens: int, min_rows: int) -> tuple[list[StepSize], list[StepSize]]:
         """Sizes of mixed steps, and of decode steps, the smallest first."""
         from kvrail.engine.attention.cuda import programs_at_once, queries_of_a_block  # needs triton
 
         cache, dtype = self._cache, self._loaded.dtype
-        layout, closed = cache.layout, cache.slots is not None
+        layout, closed, rows = cache.layout, cache.slots is not None, max_running + VERIFIED_ROWS
         width, kv_heads = min(layout.pages_for(self._loaded.max_model_len), cache.num_pages), layout.num_kv_heads
         at_once = functools.partial(programs_at_once, cache.layer(0), dtype)
 
         def mixed(tokens: int) -> StepSize:
             queries, programs = queries_of_a_block(layout, dtype, tokens), at_once(min(tokens, max_running))
-            rows = max_running + VERIFIED_ROWS
             return mixed_size(tokens, max_running, width, kv_heads, rows, queries, closed=closed, programs=programs)
 
         def decodes(rows: int) -> StepSize:
