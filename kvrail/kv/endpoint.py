@@ -84,9 +84,11 @@ class KVEndpoint:
         sends; without a host it only receives. encrypt: equal at both ends. receive_bytes: host memory (on CUDA, device
         memory as well) in which payloads land; 0: this end only sends. max_frame_bytes: most KV of a frame, before
         encoding. silence_s: longest silence of the other end. Raises ValueError for pools or codecs that do not fit the
-        layout, ConfigError for a transport that does not start.
+        layout or cannot be, ConfigError for a transport that does not start.
         """
         pools.check(layout)
+        if not codecs or not 0 <= port < 1 << 16:
+            raise ValueError(f"codecs are {codecs}, port is {port}; name a codec, and a port below {1 << 16}")
         chosen = [_codec(name, layout) for name in ([codecs] if isinstance(codecs, str) else codecs)]
         least = 2 * max(max_frame_bytes, layout.page_bytes // layout.num_layers)  # a page of a layer is not divided
         if receive_bytes and receive_bytes < least:

@@ -258,6 +258,9 @@ async def test_pools_that_do_not_fit_are_refused_by_name():
             await start(pools, layout)
     with pytest.raises(ValueError, match="codec 'splitzip-channel' takes"):
         await start(KVPools.by_layer([layer.float() for layer in layers]), replace(LAYOUT, dtype="float32"))
+    for wrong in ({"codecs": []}, {"port": 99999}, {"port": -1}):
+        with pytest.raises(ValueError, match="name a codec, and a port below 65536"):
+            await start(KVPools.by_layer(layers), **wrong)
     with pytest.raises(ValueError, match="at least two frames"):
         await start(KVPools.by_layer(layers), receive_bytes=1)
     with pytest.raises(ValueError, match="at least two frames"):

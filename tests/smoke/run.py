@@ -131,6 +131,7 @@ async def cluster(
     """The address of a cluster that is healthy, and its pid. What its log tells of faults is added to `faults`."""
     log = model.parent / f"{re.sub('[^a-z0-9]+', '-', case.name.lower())}.log"
     flags = ["--model", str(model), "--served-model-name", "smoke", "--device", device, "--port", "0", *case.flags]
+    flags += ["--prefill-wait-s", "1"]  # five times the default: several clusters share a card
     if "--kv-memory-gib" not in flags:
         flags += ["--kv-memory-gib", "0.5"]
     gpu = gpu or next(iter(visible_gpus()), None)
