@@ -183,6 +183,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         for each in row["failures"]:
             lines.append(f"- {row['load']}: {each['count']} x {each['kind']}, for example: {each['example']}")
+        lines += [f"- {row['load']}: warning: {each}" for each in row["warnings"]]
         parts = {name: round(value, 1) for name, value in row.get("stage_median_ms", {}).items()}
         lines.append(
             f"- {row['load']}: of {row['total_input_tokens']:,} prompt tokens {row['cached_input_tokens']:,} cached,"

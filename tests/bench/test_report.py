@@ -1,6 +1,7 @@
 """Figures of runs whose latencies are known."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ def answer(ttft, *gaps, tokens=None, **more):
     return Answer(ttft, list(gaps), "", counts | more)
 
 
-def run(*found, seconds=2.0):
-    made = Run(LOAD, seconds, 0.5)
+def run(*found, seconds=2.0, load=LOAD):
+    made = Run(load, seconds, 0.5)
     for each in found:
         made.add(each)
     return made
@@ -86,6 +87,18 @@ def test_failures_are_counted_by_kind_with_an_example():
     assert told["median_ttft_ms"] is None and told["request_goodput"] == 0.0
     text = table(told, {"ttft": 1.0})
     assert "2 × HTTP 429, for example: wait" in text and "1 × broke off, for example: lost" in text
+
+
+@pytest.mark.parametrize(
+    ("cached", "prefix_tokens", "told"),
+    [(10, 0, ""), (11, 0, "11%"), (100, 0, "100%"), (90, 80, ""), (96, 80, "80%"), (80, 80, "")],
+)
+def test_prompts_that_the_server_knew_are_warned_of(cached, prefix_tokens, told):
+    load = replace(LOAD, prefixes=bool(prefix_tokens), prefix_tokens=prefix_tokens)
+    known = answer(0.1, 0.1, prompt_tokens=100, prompt_tokens_details={"cached_tokens": cached})
+    row = figures(run(known, load=load), {})
+    assert [f"knew {told} of" in each for each in row["warnings"]] == [True] * bool(told)
+    assert ("warning: the server knew" in table(row, {})) == bool(told)
 
 
 def test_what_crossed_is_told_where_the_server_tells_it():

@@ -66,7 +66,18 @@ def figures(run: Run, limits: Mapping[str, float]) -> Json:
             row[f"{kind}_{name}_ms"] = 1e3 * value(values) if values else None
     second = [answer.gaps[0] for answer in answers if answer.gaps]
     row["median_first_gap_ms"] = 1e3 * statistics.median(second) if second else None
+    row["warnings"] = _warnings(run, row)
     return row | {"failures": _failures(run.failures)} | _crossed([answer.kvrail for answer in answers])
+
+
+def _warnings(run: Run, row: Json) -> list[str]:
+    """What makes a run's figures better than those of its load; of a trace it is not known how much it shares."""
+    shared = run.load.prefix_tokens * len(run.answers)
+    known = row["cached_input_tokens"] - shared
+    if run.load.trace or known <= row["total_input_tokens"] / 10:
+        return []
+    share = known / (row["total_input_tokens"] - shared)
+    return [f"the server knew {share:.0%} of what no two prompts share, from an earlier run; take another --seed"]
 
 
 def _total(answers: Iterable[Answer], name: str) -> int:
@@ -127,6 +138,7 @@ def table(row: Json, limits: Mapping[str, float]) -> str:
         text += ["", f"codecs: {codecs}; {row['kv_bytes']:,} bytes crossed, {row['kv_raw_bytes']:,} before encoding"]
         parts = ", ".join(f"{name} {value:.1f}" for name, value in row["stage_median_ms"].items())
         text.append(f"parts of a request, median ms: {parts}")
+    text += ["", *(f"warning: {each}" for each in row["warnings"])] if row["warnings"] else []
     text += ["", "failures:"] if row["failures"] else []
     text += [f"  {each['count']} × {each['kind']}, for example: {each['example']}" for each in row["failures"]]
     return "\n".join(text) + "\n"
