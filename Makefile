@@ -152,9 +152,6 @@ gpu-memcheck: $(VENV)/.dev  ## codecs' kernels on an NVIDIA GPU under compute-sa
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 		$(BIN)/python -m pytest -m gpu --timeout=1800 $(MEMCHECKED) $(ARGS)
 
-bench-codec-host-path: $(VENV)/.dev  ## payloads between GPU pages and the host, beside plain pinned copies
-	$(BIN)/python -m benchmarks.codec_host_path $(ARGS)
-
 bench-engine: $(VENV)/.dev  ## throughput and latency of the engine
 	$(BIN)/python -m benchmarks.engine $(ARGS)
 
@@ -172,9 +169,6 @@ bench-start: $(VENV)/.dev  ## how long `kvrail up` takes, by part, and its proce
 
 bench-kv-pages: $(VENV)/.dev  ## what each form of KV pages gives an engine: tokens that fit, prefills, steps
 	$(BIN)/python -m benchmarks.kv_pages $(ARGS)
-
-bench-kvcomp-kernels: $(VENV)/.dev  ## KVComp's Figures 9 to 11: products with pages that stay compressed, on a GPU
-	$(BIN)/python -m benchmarks.kvcomp_kernels $(ARGS)
 
 bench-transport: $(VENV)/.dev  ## throughput of the transports of KV beside bare transports
 	$(BIN)/python -m benchmarks.transport $(ARGS)
@@ -197,23 +191,14 @@ bench-weights: $(VENV)/.bench  ## ratio and speed of packed models and checkpoin
 bench-link: $(VENV)/.bench  ## the KV codecs over a slow link between two network namespaces; needs root
 	$(BIN)/python -m benchmarks.link $(ARGS)
 
-bench-anchors: $(VENV)/.dev  ## drafts that coarse forms of KV get accepted, for their size
-	$(BIN)/python -m benchmarks.anchors $(ARGS)
-
 bench-attention-error: $(VENV)/.dev  ## error of attention's outputs after each stage of a codec
 	$(BIN)/python -m benchmarks.attention_error $(ARGS)
 
 bench-kvcomp-points: $(VENV)/.dev  ## what KVComp costs the demo model at other scales and granularities
 	$(BIN)/python -m benchmarks.kvcomp_points $(ARGS)
 
-bench-kvcomp-figures: $(VENV)/.bench  ## KVComp's Figures 7 and 8 on the demo model
-	$(BIN)/python -m benchmarks.kvcomp_figures $(ARGS)
-
 bench-progressive: $(VENV)/.dev  ## when a client has the k-th token behind a slow link, drafted and verified; needs root
 	$(BIN)/python -m benchmarks.progressive $(ARGS)
-
-bench-cpu-step: $(VENV)/.dev  ## a step on a CPU, and what parts of its design bring
-	$(BIN)/python -m benchmarks.cpu_step $(ARGS)
 
 bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and decode worker, without a model
 	$(BIN)/python -m benchmarks.token_path $(ARGS)

@@ -1,13 +1,12 @@
 """Drafting on coarse KV: texts, exact continuations of the demo model, and how many drafts an anchor gets accepted.
 
 A draft is accepted while it equals the exact continuation, and up to there both have the same inputs. So one forward
-pass of the exact continuation over the coarse KV shows how many drafts would be accepted; `drafted` draws them one
-after the other, to check that.
+pass of the exact continuation over the coarse KV shows how many drafts would be accepted.
 """
 
 import itertools
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 DEMO = Path(__file__).parents[1] / "models" / "kvrail-demo"
 LENGTHS = (768, 1280)
 DRAFTS = 64
-TEMPERATURE = 0.8
 BATCH = 12
 """Contexts of a forward pass at most."""
 UNSEEN = (
@@ -28,9 +26,6 @@ UNSEEN = (
     *(f"huggingface_hub/{name}.py" for name in ("hf_api", "file_download")),
 )
 """Files of installed packages, full of documentation, that are not among the demo model's sources."""
-
-Noise = Callable[[int], torch.Tensor]
-"""What is added to the logits [contexts, vocabulary] of draft number i before the largest is taken."""
 
 
 @dataclass
@@ -52,16 +47,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Group:
-    """Contexts of equal length with their exact KV and continuation.
+    """Contexts of equal length with their exact KV and greedy continuation.
 
     keys, values: bfloat16 [layers, contexts, tokens, kv_heads, dim]; tokens: int64 [contexts, 1 + DRAFTS]; the
-    prefill worker sends the first one; noise: what the continuation was drawn with.
+    prefill worker sends the first one.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     tokens: torch.Tensor
-    noise: Noise
 
 
 def _attend(
@@ -135,28 +129,7 @@ def windows(model: Model, lengths: Sequence[int] = LENGTHS) -> dict[int, torch.T
     return {length: torch.tensor(rows) for length, rows in found.items()}
 
 
-def silence(number: int) -> torch.Tensor:
-    """No noise: the largest logit is the greedy choice."""
-    return torch.zeros(1)
-
-
-def gumbel(contexts: int, vocabulary: int, seed: int) -> Noise:
-    """Noise with which the largest logit is a draw at TEMPERATURE; the same number gives the same noise."""
-
-    def draw(number: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed << 16 | number)
-        uniform = torch.rand(contexts, vocabulary, generator=generator).clamp_min(1e-20)
-        return -TEMPERATURE * (-uniform.log()).log()
-
-    return draw
-
-
-def batches(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Contexts in groups of at most BATCH."""
-    return list(rows.split(BATCH))
-
-
-def continued(model: Model, rows: torch.Tensor, noise: Noise) -> Group:
+def continued(model: Model, rows: torch.Tensor) -> Group:
     """The exact cache and continuation of contexts, int64 [contexts, length]."""
     contexts, length = rows.shape
     memory = model.memory(contexts, length + DRAFTS)
@@ -165,47 +138,36 @@ def continued(model: Model, rows: torch.Tensor, noise: Noise) -> Group:
         torch.stack([getattr(layer, kind)[:, :, :length].transpose(1, 2).bfloat16() for layer in memory])
         for kind in ("keys", "values")
     )
-    first = (logits[:, -1] + noise(0)).argmax(-1, keepdim=True)
-    return Group(keys, values, torch.cat([first, _continue(model, memory, first, noise)], 1), noise)
-
-
-def drafted(model: Model, group: Group, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Drafts accepted of each context, int64 [contexts], by drafting one token after the other."""
-    drafts = _continue(model, _filled(model, keys, values), group.tokens[:, :1], group.noise)
-    return _accepted(drafts, group)
+    tokens = [logits[:, -1].argmax(-1, keepdim=True)]
+    for _ in range(DRAFTS):
+        tokens.append(model.forward(tokens[-1], memory, 1)[:, -1].argmax(-1, keepdim=True))
+    return Group(keys, values, torch.cat(tokens, 1))
 
 
 def verified(model: Model, group: Group, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The same from one pass over the exact continuation; leaves attention's outputs in `model.outputs`."""
-    logits = model.forward(group.tokens[:, :-1], _filled(model, keys, values), DRAFTS)
-    drafts = torch.stack([(logits[:, i] + group.noise(i + 1)).argmax(-1) for i in range(DRAFTS)], 1)
-    return _accepted(drafts, group)
-
-
-def _continue(model: Model, memory: list[Memory], token: torch.Tensor, noise: Noise) -> torch.Tensor:
-    drafts = [token]
-    for number in range(1, DRAFTS + 1):
-        logits = model.forward(drafts[-1], memory, 1)
-        drafts.append((logits[:, -1] + noise(number)).argmax(-1, keepdim=True))
-    return torch.cat(drafts[1:], 1)
-
-
-def _filled(model: Model, keys: torch.Tensor, values: torch.Tensor) -> list[Memory]:
+    """Drafts accepted of each context, int64 [contexts]; leaves attention's outputs in `model.outputs`."""
     memory = model.memory(keys.shape[1], keys.shape[2] + DRAFTS)
     for layer, key, value in zip(memory, keys, values, strict=True):
         layer.append(key.transpose(1, 2), value.transpose(1, 2))
-    return memory
-
-
-def _accepted(drafts: torch.Tensor, group: Group) -> torch.Tensor:
+    drafts = model.forward(group.tokens[:, :-1], memory, DRAFTS).argmax(-1)
     return (drafts == group.tokens[:, 1:]).long().cumprod(1).sum(1)
 
 
-def groups(model: Model, seed: int | None, lengths: Sequence[int] = LENGTHS) -> list[Group]:
-    """Every context, in batches; seed: of the noise at TEMPERATURE, or None for greedy continuations."""
-    rows = itertools.chain.from_iterable(batches(each) for each in windows(model, lengths).values())
+def groups(model: Model) -> list[Group]:
+    """Every context, in batches."""
+    rows = itertools.chain.from_iterable(each.split(BATCH) for each in windows(model).values())
+    return [continued(model, each) for each in rows]
+
+
+def attention_outputs(model: Model) -> torch.Tensor:
+    """[layers, contexts, drafts, hidden] of the last pass."""
+    return torch.stack(model.outputs)
+
+
+def exact_outputs(model: Model, groups: Sequence[Group]) -> list[torch.Tensor]:
+    """Attention's outputs with the exact cache."""
     found = []
-    for number, each in enumerate(rows):
-        noise = silence if seed is None else gumbel(len(each), model.vocabulary, seed << 8 | number)
-        found.append(continued(model, each, noise))
+    for group in groups:
+        verified(model, group, group.keys, group.values)
+        found.append(attention_outputs(model))
     return found

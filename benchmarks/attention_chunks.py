@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine_attention import captured_s
+from benchmarks.facts import say
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.shares import shares_of
 from kvrail.engine.attention.triton.decode_kernel import decode_attention
@@ -98,9 +99,8 @@ def main() -> None:
     parser.add_argument("--tokens", default="2,16,64,512,2048,8192", help="new tokens, with commas")
     args = parser.parse_args()
     sizes = list(map(int, args.tokens.split(",")))
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs an NVIDIA GPU")
-    sys.stdout.write(f"{torch.cuda.get_device_name()}; us of one layer, in brackets with other launches\n\n")
+    say("benchmarks.attention_chunks", "cuda")
+    sys.stdout.write("us of one layer, in brackets with other launches\n\n")
     sys.stdout.write("| heads | context | one token | " + " | ".join(f"{n:,} tokens" for n in sizes) + " |\n")
     sys.stdout.write("|---" * (3 + len(sizes)) + "|\n")
     for heads in map(int, args.heads.split(",")):

@@ -12,17 +12,15 @@ or `lynx` errs more than the paper's.
 import argparse
 import dataclasses
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from benchmarks import anchor_drafts, codec_report
-from benchmarks.anchor_drafts import Group, Model
-from benchmarks.anchors import attention_outputs, exact_outputs
+from benchmarks import anchor_drafts
+from benchmarks.anchor_drafts import Group, Model, attention_outputs, exact_outputs
+from benchmarks.facts import RESULTS, facts_of, hardware, paragraph
 from kvrail.codec.base import Block, Codec, PagedBlock
 from kvrail.codec.integer.codec import int4, int8
 from kvrail.codec.papers.lynx.codec import lynx, lynx_exact
@@ -115,7 +113,7 @@ def measure(model: Model, groups: Sequence[Group], truth: Sequence[torch.Tensor]
             coarse = [left.view(tensor.shape) for left, tensor in zip(block.tensors(), tensors, strict=True)]
             accepted[stage].append(anchor_drafts.verified(model, group, *coarse))
             outputs = attention_outputs(model)
-            vnmse[stage].append(((outputs - exact).square().sum(-1) / outputs.square().sum(-1)).mean((0, 2)))
+            vnmse[stage].append(((outputs - exact).square().sum(-1) / exact.square().sum(-1)).mean((0, 2)))
             bits[stage] += size * group.keys.numel()
             for kind, (left, tensor) in enumerate(zip(coarse, tensors, strict=True)):
                 errors[stage, kind, 0] += (left.float() - tensor.float()).square().sum()
@@ -155,13 +153,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_error", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", default="", help="codecs whose name contains this")
     parser.add_argument("--threads", type=int, default=1, help="more pay off only on a machine that does nothing else")
-    parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    facts = codec_report.head(torch.device("cpu"), "benchmarks.attention_error")
-    began = time.monotonic()
+    facts = facts_of("benchmarks.attention_error", hardware("cpu"))
     model = Model()
-    groups = anchor_drafts.groups(model, None)
+    groups = anchor_drafts.groups(model)
     truth = exact_outputs(model, groups)
     results: list[Result] = []
     for candidate in (each for each in candidates() if args.only in each.name):
@@ -170,12 +167,11 @@ def main() -> None:
             check(found)
         results += found
         print("\n".join(table(found)[2:]), flush=True)
-    name = f"attention-error-{datetime.now(UTC).date().isoformat()}-cpu"
+    name = f"attention-error-{facts['date']}-cpu"
     lines = [
         f"# Error of attention's outputs, {facts['date']}",
         "",
-        f"{facts['hardware']}, torch {facts['torch']}, {time.monotonic() - began:.0f} s: `{facts['command']}`",
-        "",
+        paragraph(facts),
         "Demo model, float32 arithmetic, KV in bfloat16, greedy; "
         f"{sum(len(group.tokens) for group in groups)} contexts of 768 and 1,280 tokens that it has not seen.",
         "vNMSE as in Lynx, section 6.2, over 64 tokens that follow each context. ±: standard error over contexts.",

@@ -5,7 +5,7 @@
 Correctness first: each codec and each peer must give every bit back, into poisoned pages, or nothing of it is timed.
 The tables are those of SplitZip's paper (2 to 7, 9, Figures 5 and 6), measured again on real KV of the demo model, on
 synthetic KV with the paper's rate of escapes and on that of a random model of Qwen3-8B's shape. Peers that are not
-installed are left out, with a line that says so. The results are NAME.md, NAME.json and NAME.svg in FOLDER.
+installed are left out, with a line that says so. The results are NAME.md and NAME.json in FOLDER.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import torch
 from benchmarks import codec_breakeven, codec_data, codec_gpu, codec_gpu_peers, codec_peers, codec_report, codec_tables
 from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures, Trial, measure, ours
+from benchmarks.facts import RESULTS, facts_of, hardware
 from benchmarks.shapes import card_of
 from kvrail.codec import registry
 from kvrail.codec.base import Block
@@ -36,8 +37,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", default="2,8,64,512", help="MiB of the table of sizes, with commas")
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each codec")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
-    parser.add_argument("--no-plot", action="store_true", help="no SVG; matplotlib is not needed then")
-    parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args(argv)
 
 
@@ -76,8 +76,8 @@ def sizes(block: Block, wanted: Sequence[float], runs: int) -> Iterator[Figures]
             yield measure(trial, SMALL_RUNS if mib <= 8 else runs)
 
 
-def make_tables(options: argparse.Namespace) -> tuple[list[Table], list[Figures], dict[str, Sequence[Figures]]]:
-    """All tables; then what the plot shows: codecs on real KV, and the sizes of tiles."""
+def make_tables(options: argparse.Namespace) -> list[Table]:
+    """All tables."""
     runs, device = options.runs, options.device
     mib = options.mib or (512 if device == "cuda" else 64)
     real = codec_data.real("bfloat16", mib)
@@ -98,25 +98,26 @@ def make_tables(options: argparse.Namespace) -> tuple[list[Table], list[Figures]
         tables.append(table(even, runs))
     eights = {dtype: on(codec_data.real(dtype, mib / 2).block, device) for dtype in ("float8_e5m2", "float8_e4m3fn")}
     tables.append(codec_tables.float8(eights, runs))
-    chunks = codec_tables.chunks(even, runs)
     texts = {name: codec_data.real("bfloat16", 16, name).block for name in ("heldout", "docs", "code")}
-    tables += [*chunks, codec_tables.transfer_of_windows(texts), codec_tables.layers(real.block)]
-    return tables, coded, {"fixed": chunks[0].figures, "channel": chunks[1].figures}
+    tables += [
+        *codec_tables.chunks(even, runs),
+        codec_tables.transfer_of_windows(texts),
+        codec_tables.layers(real.block),
+    ]
+    return tables
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse(argv)
     device = torch.device(options.device)
-    facts = codec_report.head(device, "benchmarks.codec")
+    facts = facts_of("benchmarks.codec", hardware(options.device))
     with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext():
-        tables, coded, chunks = make_tables(options)
+        tables = make_tables(options)
     kind = "cpu" if device.type == "cpu" else card_of(torch.cuda.get_device_name(device))
     name = f"codec-{facts['date']}-{kind}"
     text = codec_report.markdown(facts, "KV codecs", GATE, tables)
     codec_report.write(options.out, name, facts, text, tables)
-    if not options.no_plot:
-        codec_report.plot(options.out / f"{name}.svg", facts, coded, chunks)
     print(text)
 
 

@@ -26,6 +26,7 @@ from benchmarks.codec_gpu import captured, kernel_trial
 from benchmarks.codec_stage_kernels import StepFigures
 from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures, Trial, measure, ours
+from benchmarks.facts import RESULTS, facts_of, hardware
 from benchmarks.shapes import card_of
 from kvrail.codec import registry
 from kvrail.codec.base import Block
@@ -178,7 +179,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each")
     for option, known in (("codecs", CODECS), ("kv", tuple(SOURCES)), ("tables", TABLES)):
         parser.add_argument(f"--{option}", default=",".join(known), help=f"of {', '.join(known)}".replace("%", "%%"))
-    parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     for option, known in (("codecs", CODECS), ("kv", tuple(SOURCES)), ("tables", TABLES)):
         chosen = getattr(options, option).split(",")
@@ -192,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse(argv)
     device = torch.device("cuda")
-    facts = codec_report.head(device, "benchmarks.codec_kernels")
+    facts = facts_of("benchmarks.codec_kernels", hardware("cuda"))
     tables = []
     with torch.cuda.stream(torch.cuda.Stream()):
         if "kernels" in options.tables:

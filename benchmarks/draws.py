@@ -15,6 +15,7 @@ from itertools import cycle, islice
 import torch
 
 from benchmarks.engine_attention import captured_s
+from benchmarks.facts import say
 from kvrail.engine.sampling.draw import DrawParams, draw_on_cpu, draw_words
 from kvrail.engine.sampling.sampling_kernels import PROGRAMS, begin_draw, launch_draw
 
@@ -58,8 +59,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--programs", type=int, default=PROGRAMS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs an NVIDIA GPU")
+    say("benchmarks.draws", "cuda")
     sizes = list(map(int, args.rows.split(",")))
     logits = 3 * torch.randn(
         max(*sizes, 16), args.vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
@@ -67,7 +67,7 @@ def main() -> None:
     mixed = params_of([*KINDS], 16)
     if begin_draw(logits[:16], mixed).tolist() != draw_on_cpu(logits[:16].cpu(), mixed):
         raise SystemExit("the CPU draws other tokens")
-    sys.stdout.write(f"{torch.cuda.get_device_name()}; us of a draw from rows of {args.vocab:,} logits\n\n")
+    sys.stdout.write(f"us of a draw from rows of {args.vocab:,} logits\n\n")
     sys.stdout.write("| | " + " | ".join(f"{rows} rows" for rows in sizes) + " |\n" + "|---" * (1 + len(sizes)) + "|\n")
     for name, kinds in (*((kind, [kind]) for kind in KINDS), ("all of these", [*KINDS])):
         cells = [f"{microseconds(logits[:rows], params_of(kinds, rows), args.programs):.0f}" for rows in sizes]

@@ -13,14 +13,12 @@ benchmarks/results as JSON and Markdown.
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -28,11 +26,11 @@ import transformers
 
 from benchmarks.engine_attention import attention_alone
 from benchmarks.engine_parts import SPARE_TOKENS, Bench, Case, Measurement, measure_ceilings, profile_step
+from benchmarks.facts import RESULTS, facts_of, hardware
 from benchmarks.peers import generate_batch_seconds
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import SHAPES, card_of, write_shape
 from kvrail.engine.model.loader import LoadedModel, load_model
 
-RESULTS = Path(__file__).parent / "results"
 DECODES = "1x128,1x2048,8x128,8x2048,32x128,32x2048,64x128,64x2048"
 PREFILLS = "1x2048,1x8000,8x2048,32x1024"
 WORKLOAD = "32x1024"
@@ -176,21 +174,13 @@ def compare(options: argparse.Namespace, bench: Bench, case: Case, folder: Path)
     yield Measurement("in all, engine over generate_batch", theirs[1] / ours[1], "times")
 
 
-def report(options: argparse.Namespace, found: list[Measurement]) -> None:
-    """Write JSON and Markdown."""
-    device = torch.device(options.device)
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
-    now = datetime.now(UTC)
-    head = {
-        "date": now.isoformat(timespec="seconds"),
-        "hardware": hardware,
-        "command": "python -m benchmarks.engine " + " ".join(sys.argv[1:]),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "model": options.model or options.shape,
-    }
+def report(options: argparse.Namespace, facts: dict[str, str], found: list[Measurement]) -> None:
+    """Write JSON and Markdown. facts: taken at the start."""
+    head = {**facts, "transformers": transformers.__version__, "model": options.model or options.shape}
+    cuda = torch.device(options.device).type == "cuda"
+    kind = card_of(torch.cuda.get_device_name(options.device)) if cuda else "cpu"
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"engine-{now:%Y%m%d-%H%M}-{device.type}"
+    stem = options.out / f"engine-{facts['date']}-{kind}"
     rows = [{"name": m.name, "value": m.value, "unit": m.unit} for m in found]
     stem.with_suffix(".json").write_text(json.dumps({**head, "measurements": rows}, indent=2) + "\n")
     lines = ["# Engine benchmark", ""] + [f"- {key}: `{value}`" for key, value in head.items()]
@@ -201,6 +191,7 @@ def report(options: argparse.Namespace, found: list[Measurement]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(sys.argv[1:] if argv is None else argv)
+    facts = facts_of("benchmarks.engine", hardware(options.device))
     random.seed(0)
     found: list[Measurement] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -208,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
         for measurement in measure(options, folder):
             found.append(measurement)
             print(f"{measurement.name:70s} {measurement.value:12,.4g} {measurement.unit}", flush=True)
-    report(options, found)
+    report(options, facts, found)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.facts import say
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.shares import shares_of
 from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention, tuning_over
@@ -276,10 +277,11 @@ def main() -> None:
     parser.add_argument("--no-rates", action="store_true", help="only attention")
     parser.add_argument("--open", action="store_true", help="no page is closed yet")
     arguments = parser.parse_args()
+    say("benchmarks.kv_formats", "cuda")
     sweep = [tuning_of(*map(int, each.split(":"))) for each in arguments.sweep.split(",") if each]
     same, forms = True, arguments.forms.split(",")
     bits = ", ".join(f"{form} {bits_of(form):.2f}" for form in forms)
-    print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}; bits a value: {bits}\n", flush=True)
+    print(f"triton {triton.__version__}; bits a value: {bits}\n", flush=True)
     print("| form | sequences x tokens | escapes added | raw tiles | bfloat16, us | closed, us | of bfloat16 | |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for form, name in itertools.product(forms, filter(None, arguments.loads.split(","))):

@@ -24,6 +24,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from benchmarks.engine import pairs
+from benchmarks.facts import facts_of, hardware, paragraph
 from benchmarks.shapes import SHAPES, write_shape
 from kvrail.engine.engine import Engine
 from kvrail.engine.model.loader import LoadedModel, load_model
@@ -159,8 +160,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prefill", default="1x8000", help="prompts x tokens, comma-separated")
     parser.add_argument("--long", type=int, default=8192, help="tokens of a request where as many run as fit; 0: none")
     parser.add_argument("--kv-memory-gib", type=float, default=0.0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="file for the results, JSON")
     options = parser.parse_args(argv)
+    facts = facts_of("benchmarks.kv_pages", hardware(options.device))
+    print(paragraph(facts), flush=True)
     found: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_shape(options.shape, Path(scratch) / options.shape)
@@ -175,9 +178,8 @@ def main(argv: list[str] | None = None) -> None:
             gc.collect()
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     if options.out:
-        options.out.write_text(json.dumps({"device": device, "shape": options.shape, "forms": found}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**facts, "shape": options.shape, "forms": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.facts import say
 from kvrail.codec.integer.codec import int4
 from kvrail.codec.papers.kvcomp.codec import KVCompCodec
 from kvrail.codec.papers.kvcomp.format import Granularity, KVCompCode, TensorCode
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--next-tokens", type=int, default=64)
     parser.add_argument("--factor", type=float, default=16.0)
     args = parser.parse_args()
+    say("benchmarks.kvcomp_points")
     texts = tuple(args.text) or (Path(DEMO_MODEL) / "heldout.txt",)
     counts = (args.contexts, args.context_tokens, args.next_tokens)
     options = Options(DEMO_MODEL, texts, (), (), *counts, dtype="bfloat16", device="cpu", json=None)

@@ -31,6 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import codec_report
 from benchmarks.codec_data import DEMO, SMALL_VOCABULARY, corpus
 from benchmarks.codec_tables import Table
+from benchmarks.facts import RESULTS, facts_of, hardware
 from benchmarks.shapes import SHAPES, card_of, weight_bytes, write_shape
 from kvrail.codec import registry
 from kvrail.text import load_tokenizer
@@ -325,7 +326,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the workers run")
     parser.add_argument("--max-frame-mib", type=int, default=0, help="MiB of KV that a frame holds at most; 0: as ever")
     parser.add_argument("--port", type=int, default=18700, help="first of four ports")
-    parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--prefill-namespace", help=argparse.SUPPRESS)  # set when this command starts itself again
     return parser.parse_args(argv)
 
@@ -333,7 +334,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def run_inside(options: argparse.Namespace) -> None:
     """In the decode worker's namespace: start the cluster, measure, write."""
     codecs, tables = options.codecs.split(","), []
-    facts = codec_report.head(torch.device(options.device), "benchmarks.link")
+    facts = facts_of("benchmarks.link", hardware(options.device))
     facts["command"] = facts["command"].split(" --prefill-namespace")[0]
     with tempfile.TemporaryDirectory() as folder:
         ports = range(options.port, options.port + 4)

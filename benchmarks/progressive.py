@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 from benchmarks import codec_report, imposed_decode, progressive_drafts
 from benchmarks.acceptance import Imposed, impose
 from benchmarks.anchor_drafts import DRAFTS
 from benchmarks.codec_tables import Table
+from benchmarks.facts import RESULTS, facts_of, hardware
 from benchmarks.link import (
     DECODE_HOST,
     MODULE,
@@ -166,7 +166,7 @@ class Report:
     """What is written of a run, again with each table, so that a run that stops late leaves most of it."""
 
     def __init__(self, options: argparse.Namespace, imposed: Imposed) -> None:
-        facts = codec_report.head(torch.device(options.device), "benchmarks.progressive")
+        facts = facts_of("benchmarks.progressive", hardware(options.device))
         facts["command"] = _shown(options, facts["command"].split(" --namespaces")[0])
         kind = "-cold" if options.cold else "" if options.rates else "-drafts"
         shape = f"-{options.shape}" if options.shape else ""
@@ -193,7 +193,7 @@ class Report:
 def _shown(options: argparse.Namespace, command: str) -> str:
     """`command` with the repository's own name for a measurement that it has."""
     given = Path(options.acceptance)
-    known = codec_report.RESULTS / given.name
+    known = RESULTS / given.name
     if given.is_file() and known.is_file() and given.read_bytes() == known.read_bytes():
         return command.replace(str(given), str(known.relative_to(ROOT)))
     return command
@@ -298,7 +298,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--drafts-rate", default="10mbit", help="of the link while these are made")
     parser.add_argument("--port", type=int, default=18710, help="first of four ports")
-    parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--namespaces", help=argparse.SUPPRESS)  # set when this command starts itself again
     options = parser.parse_args(argv)
     own = not (options.shape or options.acceptance)

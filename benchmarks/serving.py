@@ -15,8 +15,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,12 +22,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.facts import facts_of, output_of
 from benchmarks.shapes import SHAPES, write_shape
 from kvrail.cli.bench import add_load, add_trace, count, load_of, rate, tokens
 from kvrail.errors import ConfigError
@@ -222,26 +220,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def output_of(*command: str) -> list[str]:
-    """The lines that a program writes; none where it is not there, or fails."""
-    if shutil.which(command[0]) is None:
-        return []
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.splitlines()
-
-
-def facts_of(args: argparse.Namespace) -> dict[str, str]:
-    """Date, hardware, commit and command."""
-    machine = f"{os.cpu_count()} cores ({platform.machine()})"
+def machine_of(args: argparse.Namespace) -> str:
+    """The hardware in words. GPUs are asked for by their own tool: a context of CUDA here would take their memory."""
+    cores = f"{os.cpu_count()} cores ({platform.machine()})"
     if not args.shape:
-        machine = f"the cluster at {args.url}; its client has {machine}"
-    elif args.device == "cuda":
-        machine = f"{', '.join(output_of('nvidia-smi', '--query-gpu=name', '--format=csv,noheader'))}; {machine}"
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": machine,
-        "commit": "".join(output_of("git", "describe", "--always", "--dirty")) or "not in git",
-        "command": f"python -m benchmarks.serving {shlex.join(sys.argv[1:])}",
-    }
+        return f"the cluster at {args.url}; its client has {cores}"
+    gpus = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") if args.device == "cuda" else []
+    return "; ".join([*filter(None, [", ".join(gpus)]), cores])
 
 
 def measured(args: argparse.Namespace, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
@@ -260,7 +245,7 @@ def measured(args: argparse.Namespace, limits: dict[str, float]) -> Iterator[dic
 def main() -> None:
     """Measure and print; with --out also write JSON and Markdown. The exit status is 1 if any request failed."""
     args = parse()
-    facts, limits, rows = facts_of(args), dict(args.goodput), []
+    facts, limits, rows = facts_of("benchmarks.serving", machine_of(args)), dict(args.goodput), []
     try:
         for row in measured(args, limits):
             rows.append(row)

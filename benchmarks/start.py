@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.facts import say
+
 MODEL = Path(__file__).parents[1] / "models" / "kvrail-demo"
 LINE = re.compile(r"^(\S+) +\| .*? \[-\] (.*)")
 PARTS = {
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(MODEL), help="folder or Hub name (default: the demo model)")
     parser.add_argument("--starts", type=int, default=2, help="how many (default 2)")
     arguments = parser.parse_args()
+    say("benchmarks.start")
     for number in range(arguments.starts):
         print(f"start {number + 1}")
         start(arguments.model)

@@ -25,7 +25,9 @@ import httpx
 import jsonschema
 import psutil
 
+from benchmarks.facts import facts_of, hardware, paragraph
 from benchmarks.local_cluster import MODEL, local_cluster
+from benchmarks.serving import machine_of
 from benchmarks.serving import started as shape_started
 from benchmarks.shapes import SHAPES
 
@@ -131,6 +133,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the results, JSON")
     parser.add_argument("--up", nargs=argparse.REMAINDER, default=[], help="last: more flags of kvrail up")
     args = parser.parse_args()
+    facts = facts_of("benchmarks.structured", machine_of(args) if args.shape else hardware("cpu"))
+    sys.stdout.write(f"{paragraph(facts)}\n")
     with started(args) as (url, model, vocab):
         rates, costs = asyncio.run(measure(url, model, vocab, args))
     medians = {kind: statistics.median(values) for kind, values in rates.items()}
@@ -140,9 +144,7 @@ def main() -> None:
         pairs = [with_schema / free for with_schema, free in zip(found["schema"], found["free"], strict=True)]
         sys.stdout.write(f"{name}, with a schema / without: {statistics.median(pairs):.3f} (median of the rounds)\n")
     if args.out:
-        args.out.write_text(
-            json.dumps({"command": sys.argv[1:], "tokens_per_s": rates, "cpu_ms_a_token": costs}, indent=1)
-        )
+        args.out.write_text(json.dumps({**facts, "tokens_per_s": rates, "cpu_ms_a_token": costs}, indent=1))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from benchmarks.facts import say
 from benchmarks.transport_ends import Check, EngineLikeThread, Road, roads
 
 ALONE_S = 1.0
@@ -207,6 +208,7 @@ async def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of roads")
     options = parser.parse_args()
     engines = ["sender", "receiver"] if options.engine == [] else options.engine or []
+    say("benchmarks.transport")
     print(f"{options.total_mib:g} MiB a round, {options.rounds} rounds; GB/s, CPU s per GB, share of an engine's steps")
     print(f"{'':<16}{'MiB':>6}{'median':>9}{'min':>9}{'max':>9}", end="")
     print("".join(f"{head:>10}" for head in ("CPU send", "CPU recv", "eng. send", "eng. recv")))

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.facts import say
 from benchmarks.transport_ucx_peers import (
     HOST,
     MIB,
@@ -266,6 +267,7 @@ def head(share: str) -> None:
 
 async def on_loopback(options: argparse.Namespace) -> None:
     """Host memory, both processes on this host."""
+    say("benchmarks.transport_ucx")
     head("/socket")
     async with sender_process() as pipe:
         for mib in options.mib or [1, 16, 64, 256]:
@@ -287,6 +289,7 @@ async def between_gpus(options: argparse.Namespace) -> None:
     """Device memory, from GPU 1 to GPU 0."""
     if torch.cuda.device_count() < 2:
         raise SystemExit(f"--cuda needs two GPUs, here are {torch.cuda.device_count()}")
+    say("benchmarks.transport_ucx", "cuda")
     sleeping, polling = UcxSettings(), UcxSettings(spin=True)
     roads = [
         Road("transport, sleeping", sleeping, cuda=True),

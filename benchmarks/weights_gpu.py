@@ -21,13 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from torch.nn.functional import linear, pad
 
 from benchmarks.engine_parts import SPARE_TOKENS, Bench, Case
+from benchmarks.facts import RESULTS, facts_of, hardware, paragraph
 from benchmarks.shapes import SHAPES, card_of, write_shape
 from kvrail.codec.compact import gpu as compact_gpu
 from kvrail.codec.compact.format import CompactWeight
@@ -42,7 +42,6 @@ from kvrail.engine.step.invariance import choose_products
 from kvrail.values.sampling import SamplingParams
 from kvrail.worker.weights import METHODS, hold
 
-RESULTS = Path(__file__).parent / "results"
 LAYERS = {
     "8B query, key, value": (6144, 4096),
     "8B attention's output": (4096, 4096),
@@ -256,11 +255,11 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return ["", *(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows])]
 
 
-def markdown(device: str, command: str, shape: str, memory: float, products: list[dict], stepped: list[dict]) -> str:
+def markdown(facts: dict[str, str], shape: str, memory: float, products: list[dict], stepped: list[dict]) -> str:
     """The results file."""
     sizes = [row for row in products if "form" in row]
     held = {(row["layer"], row["form"]): row["bytes"] for row in sizes}
-    lines = [f"# Weights in a GPU's memory, {datetime.now(UTC):%Y-%m-%d}, {device}", "", f"`{command}`", ""]
+    lines = [f"# Weights in a GPU's memory, {facts['date']}", "", paragraph(facts)]
     lines += [
         "Microseconds of a product, medians in turns; bits compared first. `cuBLAS`: torch's default; `engine`: sums"
         " not split, at least 32 tokens, as the engine has it; in brackets cuBLAS's time over the form's. The last"
@@ -302,14 +301,15 @@ def markdown(device: str, command: str, shape: str, memory: float, products: lis
     return "\n".join(lines) + "\n"
 
 
-def write(arguments: argparse.Namespace, memory: float, products: list[dict], stepped: list[dict]) -> None:
+def write(
+    arguments: argparse.Namespace, facts: dict[str, str], memory: float, products: list[dict], stepped: list[dict]
+) -> None:
     """Print the tables, and keep them with the numbers."""
-    device = torch.cuda.get_device_name()
-    command = f"python -m benchmarks.weights_gpu --shape {arguments.shape} --rounds {arguments.rounds}"
-    text = markdown(device, command, arguments.shape, memory, products, stepped)
+    text = markdown(facts, arguments.shape, memory, products, stepped)
     print(text)
-    path = arguments.out / f"weights-gpu-{datetime.now(UTC):%Y-%m-%d}-{card_of(device)}"
-    found = {"memory_gb_per_s": memory, "products": products, "steps": stepped}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"weights-gpu-{facts['date']}-{card_of(torch.cuda.get_device_name())}"
+    found = {**facts, "memory_gb_per_s": memory, "products": products, "steps": stepped}
     path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     path.with_suffix(".md").write_text(text)
 
@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--skip-steps", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    facts = facts_of("benchmarks.weights_gpu", hardware("cuda"))
     torch.set_grad_enabled(False)
     if arguments.steps_of:
         print(json.dumps(steps_of(arguments.steps_of, arguments.shape, arguments.rounds)))
@@ -333,9 +334,9 @@ def main() -> None:
     for name, (rows, columns) in LAYERS.items():
         products += layer(name, rows, columns, arguments.rounds)
         torch.cuda.empty_cache()
-    write(arguments, memory, products, [])  # kept, should a model's steps not come to their end
+    write(arguments, facts, memory, products, [])  # kept, should a model's steps not come to their end
     if not arguments.skip_steps:
-        write(arguments, memory, products, steps(arguments.shape, min(arguments.rounds, 3)))
+        write(arguments, facts, memory, products, steps(arguments.shape, min(arguments.rounds, 3)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.facts import say
 from benchmarks.simulator.cluster import PREFILL_WAIT_S, Outcome, Simulation
 from benchmarks.simulator.trace import Shape, generate, write_trace
 from benchmarks.simulator.workers import Speed
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, nargs="*", help="files of traces")
     parser.add_argument("--write", type=Path, help="a folder to write the traces to, instead of simulating")
     arguments = parser.parse_args()
+    say("benchmarks.simulator")
     for number, (name, trace) in enumerate(traces(arguments).items()):
         if arguments.write:
             arguments.write.mkdir(parents=True, exist_ok=True)

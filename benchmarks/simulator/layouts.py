@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
+from benchmarks.facts import say
 from benchmarks.simulator.cluster import PREFILL_WAIT_S
 from benchmarks.simulator.roles import RolesSimulation, goodput, turns
 from benchmarks.simulator.workers import Job, Speed
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--rate", default="24,28,32,36,40,44,48")
     parser.add_argument("--prefill-wait-s", type=float, default=PREFILL_WAIT_S, help="as the router's")
     arguments = parser.parse_args()
+    say("benchmarks.simulator.layouts")
     made = {name: (SPEEDS[arguments.speed], arguments.prefill_wait_s) for name in LAYOUTS}
     streams = [row_of(text) for text in arguments.streams.split(",")]
     print("requests/s; TTFT, TPOT medians in ms; share that crossed")

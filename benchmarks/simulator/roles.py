@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from statistics import mean, pstdev
 
+from benchmarks.facts import say
 from benchmarks.simulator.cluster import MAX_RUNNING, PREFILL_WAIT_S, Simulation
 from benchmarks.simulator.workers import Job, SimBoth, Speed
 from kvrail.services.router.fleet.ways import APART, Slo
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument("--settle-s", type=float, default=30.0)
     parser.add_argument("--splits", default="0.2,0.3,0.4,0.5,0.6,0.7,0.8", help="shares of workers that prefill")
     arguments = parser.parse_args()
+    say("benchmarks.simulator.roles")
     count, seconds, settle_s = arguments.workers, arguments.phase_s, arguments.settle_s
     steps = (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)
     splits = [float(share) for share in arguments.splits.split(",")]

@@ -15,7 +15,7 @@ CONTEXTS = 1
 def results():
     model = anchor_drafts.Model()
     rows = anchor_drafts.windows(model)[anchor_drafts.LENGTHS[0]][:CONTEXTS]
-    groups = [anchor_drafts.continued(model, rows, anchor_drafts.silence)]
+    groups = [anchor_drafts.continued(model, rows)]
     return measure(model, groups, exact_outputs(model, groups), Candidate("lynx-exact", lynx_exact()))
 
 
