@@ -1,12 +1,11 @@
-"""What Python does for one token, from the engine's event to the client's socket; no model, no torch in the router.
+"""What the router's Python does for one token, from the worker's event to the client's socket; no model, no torch.
 
     python -m benchmarks.token_path [--streams 1,8,64] [--step-ms 0] [--scrape-ms 0] [--rounds 3] [--json FILE]
 
-Two halves. `router`: a stub worker gives each stream a token a step, the real router passes them on, one client reads
-the events of all streams; beside it, in turns, a bare asyncio proxy that copies events from sockets to HTTP chunks.
-`worker`: the real servicer of a decode worker over a stub engine, read by the router's client. With --step-ms 0 a step
-follows the last one at once: the most tokens per second. With a step's time the load is the same for all, and the CPU
-time for each token compares, as does the time from when a token was made to when the client has read it. With
+A stub worker gives each stream a token a step, the real router passes them on, one client reads the events of all
+streams; beside it, in turns, a bare asyncio proxy that copies events from sockets to HTTP chunks. With --step-ms 0 a
+step follows the last one at once: the most tokens per second. With a step's time the load is the same for all, and the
+CPU time for each token compares, as does the time from when a token was made to when the client has read it. With
 --scrape-ms the router's /metrics is read so often meanwhile. Correctness first: each stream must bring exactly its
 tokens and the end.
 """
@@ -31,16 +30,13 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.facts import say
 from benchmarks.token_path_stubs import MODEL
-from kvrail.rpc.channel import open_channel
-from kvrail.rpc.client import DecodeClient
-from kvrail.values.sampling import SamplingParams
-from kvrail.wire.convert import sampling_to_proto
-from kvrail.wire.v1 import decode_pb2
 
 TOKENS = {1: 2000, 8: 1000}
 """Tokens of a stream, by number of streams; of more streams, MANY."""
 MANY = 500
+START_SECONDS = 60
 MADE = re.compile(rb'"text":" (\d+)"')
 """When a token was made."""
 
@@ -53,7 +49,7 @@ class Figure:
     tokens until the client has them, median and 99th percentile; none where steps follow each other at once.
     """
 
-    half: str
+    server: str
     streams: int
     tokens_per_s: float
     cpu_us: dict[str, float]
@@ -87,12 +83,15 @@ def router(worker_port: int) -> Iterator[tuple[psutil.Process, int]]:
     child = subprocess.Popen(command)
     try:
         url = f"http://127.0.0.1:{port}/health"
+        deadline = time.monotonic() + START_SECONDS
         while True:
             try:
                 with urllib.request.urlopen(url, timeout=5) as answer:
                     if answer.status == 200:
                         break
-            except (urllib.error.URLError, ConnectionError):
+            except (urllib.error.URLError, ConnectionError) as error:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the router is not ready after {START_SECONDS} s: {error}") from None
                 time.sleep(0.1)
         yield psutil.Process(child.pid), port
     finally:
@@ -160,7 +159,9 @@ def cpu_of(child: psutil.Process) -> float:
     return times.user + times.system
 
 
-def measure_http(half: str, port: int, processes: dict[str, psutil.Process], streams: int, rounds: int) -> list[Figure]:
+def measure_http(
+    server: str, port: int, processes: dict[str, psutil.Process], streams: int, rounds: int
+) -> list[Figure]:
     """Runs of one server, after one that is not counted."""
     tokens = TOKENS.get(streams, MANY)
     asyncio.run(read_answers(port, streams, tokens // 4))
@@ -171,48 +172,8 @@ def measure_http(half: str, port: int, processes: dict[str, psutil.Process], str
         total = streams * tokens
         cpu = {name: (cpu_of(child) - before[name]) / total * 1e6 for name, child in processes.items()}
         hundredths = statistics.quantiles(delays_ns, n=100)
-        figures.append(Figure(half, streams, total / seconds, cpu, (hundredths[49] / 1e6, hundredths[98] / 1e6)))
+        figures.append(Figure(server, streams, total / seconds, cpu, (hundredths[49] / 1e6, hundredths[98] / 1e6)))
     return figures
-
-
-async def read_replies(port: int, streams: int, tokens: int, rounds: int) -> list[Figure]:
-    """Runs of the servicer: the CPU of its loop's thread, of its engine's, and of the threads of gRPC below."""
-    sampling = sampling_to_proto(SamplingParams(max_tokens=tokens, ignore_eos=True))
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        client = DecodeClient(channel)
-
-        async def ask(number: str) -> int:
-            request = decode_pb2.GenerateRequest(
-                request_id=number, model=MODEL, prompt_token_ids=[1, 2, 3], sampling=sampling, codec="raw"
-            )
-            count = 0
-            async with client.events.submit(request, timeout_s=600) as replies:
-                async for reply in replies:
-                    count += len(reply.token_ids)
-            return count
-
-        figures = []
-        for turn in range(rounds + 1):
-            before = await client.get_status(timeout_s=60)
-            begin = time.perf_counter()
-            counts = await asyncio.gather(*(ask(f"{turn}-{i}") for i in range(streams)))
-            seconds = time.perf_counter() - begin
-            after = await client.get_status(timeout_s=60)
-            if set(counts) != {tokens}:
-                raise RuntimeError(f"streams brought {set(counts)} tokens instead of {tokens}")
-            total = streams * tokens
-            cpu = {
-                "loop": (after.running - before.running) / total,
-                "engine thread": (after.waiting - before.waiting) / total,
-            }
-            figures.append(Figure("worker", streams, total / seconds, cpu))
-    return figures[1:]
-
-
-def measure_worker(streams: int, rounds: int, step_ms: float) -> list[Figure]:
-    """Runs of the real servicer over a stub engine, with the CPU of the process beside its threads'."""
-    with process("servicer", step_ms=step_ms) as (_, port):
-        return asyncio.run(read_replies(port, streams, TOKENS.get(streams, MANY), rounds))
 
 
 @contextmanager
@@ -251,22 +212,20 @@ def run(streams: list[int], rounds: int, step_ms: float, scrape_ms: float) -> li
                 with scraped(router_port, scrape_ms):
                     figures += measure_http("router", router_port, ours, count, 1)
                 figures += measure_http("bare proxy", proxy_port, bare, count, 1)
-    for count in streams:
-        figures += measure_worker(count, rounds, step_ms)
     return figures
 
 
 def table(figures: list[Figure]) -> str:
-    """Medians, one row a half and number of streams."""
-    lines = ["| half | streams | tokens/s | CPU µs per token | delay ms, median and p99 |", "|---|---|---|---|---|"]
-    for half, streams in dict.fromkeys((figure.half, figure.streams) for figure in figures):
-        rows = [figure for figure in figures if (figure.half, figure.streams) == (half, streams)]
+    """Medians, one row a server and number of streams."""
+    lines = ["| server | streams | tokens/s | CPU µs per token | delay ms, median and p99 |", "|---|---|---|---|---|"]
+    for server, streams in dict.fromkeys((figure.server, figure.streams) for figure in figures):
+        rows = [figure for figure in figures if (figure.server, figure.streams) == (server, streams)]
         rate = statistics.median(row.tokens_per_s for row in rows)
         cpu = {name: statistics.median(row.cpu_us[name] for row in rows) for name in rows[0].cpu_us}
         shown = ", ".join(f"{name} {value:.0f}" for name, value in cpu.items())
         delays = [row.delay_ms for row in rows if row.delay_ms]
         delay = " / ".join(f"{statistics.median(part):.2f}" for part in zip(*delays, strict=True))
-        lines.append(f"| {half} | {streams} | {rate:,.0f} | {shown} | {delay} |")
+        lines.append(f"| {server} | {streams} | {rate:,.0f} | {shown} | {delay} |")
     return "\n".join(lines)
 
 
@@ -279,6 +238,7 @@ def main() -> None:
     parser.add_argument("--scrape-ms", type=float, default=0.0, help="milliseconds between scrapes; 0: none")
     parser.add_argument("--json", type=Path, help="also write every run here")
     arguments = parser.parse_args()
+    say("benchmarks.token_path")
     streams = [int(part) for part in arguments.streams.split(",")]
     figures = run(streams, arguments.rounds, arguments.step_ms, arguments.scrape_ms)
     print(table(figures))

@@ -1,6 +1,6 @@
-"""Processes of benchmarks/token_path.py: workers without a model, a source of lines and the bare proxy before it.
+"""Processes of benchmarks/token_path.py: a worker without a model, a source of lines and the bare proxy before it.
 
-    python -m benchmarks.token_path_stubs worker|servicer|source|proxy [TARGET]
+    python -m benchmarks.token_path_stubs worker|source|proxy [TARGET]
 
 Each prints the port that it listens on and serves until it is killed. The step of all is the same: one token for each
 stream that runs, then the next step as soon as the last one has been taken, or STEP_MS after the last one.
@@ -9,9 +9,7 @@ stream that runs, then the next step as soon as the last one has been taken, or 
 import asyncio
 import os
 import sys
-import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 from kvrail.rpc.errors import maps_errors
@@ -66,7 +64,12 @@ class StubDecode:
         """A healthy worker."""
         model = common_pb2.ModelInfo(name=MODEL, fingerprint="f" * 64, vocab_size=512, max_model_len=1 << 20)
         return common_pb2.WorkerStatus(
-            model=model, protocol_version=PROTOCOL_VERSION, codecs=["raw"], max_running=512, max_waiting=512
+            model=model,
+            protocol_version=PROTOCOL_VERSION,
+            codecs=["raw"],
+            max_running=512,
+            max_waiting=512,
+            kv_cache="plain",
         )
 
     async def generate(self, request: decode_pb2.GenerateRequest, context: Any) -> None:
@@ -87,118 +90,6 @@ async def serve_worker() -> None:
     rpc.add_decode(StubDecode())
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()
-    await _announce(port)
-
-
-class StubEngine:
-    """A thread that gives each request a token a step; the real engine's events, and what delivers them."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        from kvrail.engine.aio import EventRouter
-
-        self.events = EventRouter(loop)
-        self._lock = threading.Lock()
-        self._running: dict[str, list[int]] = {}
-        self._loop_turns = threading.Semaphore(0)
-        self._loop = loop
-        self.cpu_s = 0.0
-
-    def start(self) -> None:
-        """Begin to step."""
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def submit(self, request: Any) -> None:
-        """Take a request in."""
-        with self._lock:
-            self._running[request.request_id] = [0, request.params.max_tokens]
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request."""
-        with self._lock:
-            self._running.pop(request_id, None)
-
-    def status(self) -> Any:
-        """The engine's state that the choice of a prefill worker reads."""
-        with self._lock:
-            return SimpleNamespace(running=len(self._running))
-
-    def _run(self) -> None:
-        from kvrail.engine.request.events import Admitted, Finished, Output
-        from kvrail.values.sampling import FinishReason
-
-        begin = time.thread_time()
-        due = time.perf_counter()
-        while True:
-            due = max(due + STEP_S, time.perf_counter())
-            time.sleep(max(0.0, due - time.perf_counter()) if STEP_S else 0)
-            with self._lock:
-                running = list(self._running.items())
-            events: list[tuple[str, Any]] = []
-            for request_id, state in running:
-                done, most = state
-                if done == 0:
-                    events.append((request_id, Admitted(0, False)))
-                last = done + 1 == most
-                reason = FinishReason.LENGTH if last else None
-                events.append((request_id, Output(0, (65,), text(), (), reason, "")))
-                state[0] += 1
-                if last:
-                    events.append((request_id, Finished(most)))
-                    self.abort(request_id)
-            self.events.deliver(events)
-            self.cpu_s = time.thread_time() - begin
-            if not running:
-                time.sleep(0.001)
-            elif not STEP_S:  # a closed loop: the next step begins once the loop has gone round
-                self._loop.call_soon_threadsafe(self._loop_turns.release)
-                self._loop_turns.acquire()
-
-
-async def serve_servicer() -> None:
-    """The real servicer of a decode worker over a stub engine; it reports CPU time, without a metrics port."""
-    from kvrail.config.settings import DecodeSettings
-    from kvrail.runtime.drain import ActiveCalls
-    from kvrail.services.decode.fetch_attempt import FetchParts
-    from kvrail.services.decode.fetcher import Fetcher
-    from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
-    from kvrail.services.decode.servicer import DecodeServicer
-    from kvrail.telemetry.series import Registry
-    from kvrail.telemetry.worker import CodecMetrics, TransferMetrics
-    from kvrail.worker.access import EngineAccess
-    from kvrail.worker.codecs import Codecs
-    from kvrail.worker.observing import KVMeters
-    from kvrail.worker.status import ServedModel
-    from kvrail.worker.transports import Transports
-
-    engine: Any = StubEngine(asyncio.get_running_loop())
-    cache: Any = SimpleNamespace(layout=SimpleNamespace(page_bytes=1, page_size=1))
-    side: Any = None
-    registry = Registry()
-
-    async def no_grammar(key: Any, client: str) -> None:
-        assert not key
-
-    settings = DecodeSettings(local_prefill_tokens=0)
-    loaded: Any = SimpleNamespace(fingerprint="")
-    reporter: Any = None
-    grammars: Any = SimpleNamespace(get=no_grammar)
-    access = EngineAccess(engine, engine.events, cache, side)
-    meters = KVMeters(TransferMetrics(registry, MODEL, (), ("received",)), CodecMetrics(registry, MODEL))
-    parts = FetchParts(ServedModel(MODEL, loaded, ""), access, meters, Transports([]), 60.0, 1 << 20)
-    codecs = Codecs(settings, allow_lossy=False)
-    fetcher = Fetcher(parts, settings, codecs, "raw", "raw", GrpcPrefillWorkers())
-    servicer = DecodeServicer(reporter, fetcher, grammars, ActiveCalls(), None, ())
-
-    async def status(request: Any, context: Any) -> common_pb2.WorkerStatus:
-        # running, waiting: microseconds of CPU that the loop's thread and the engine's have had
-        return common_pb2.WorkerStatus(running=int(time.thread_time() * 1e6), waiting=int(engine.cpu_s * 1e6))
-
-    servicer.GetStatus = status  # type: ignore[method-assign]
-    rpc = await build_server()
-    rpc.add_decode(servicer)
-    port = rpc.bind("127.0.0.1", 0)
-    await rpc.start()
-    engine.start()
     await _announce(port)
 
 
@@ -270,5 +161,5 @@ async def _announce(port: int) -> None:
 
 
 if __name__ == "__main__":
-    roles = {"worker": serve_worker, "servicer": serve_servicer, "source": serve_source, "proxy": serve_proxy}
+    roles = {"worker": serve_worker, "source": serve_source, "proxy": serve_proxy}
     loops.run(roles[sys.argv[1]](*sys.argv[2:]))
