@@ -3,7 +3,8 @@
     python -m benchmarks.local_prefill
 
 Starts `kvrail up` with the demo model on this machine, once for each setting, all at the same time: what else the
-machine does, it does to all of them. A closed loop keeps some streams open; prompts of 16 to 400 tokens, each new.
+machine does, it does to all of them. A closed loop keeps some streams open; prompts of 16 to 400 tokens, each new, in
+rows that are repeated too.
 Correctness first: the same tokens come whatever the setting.
 """
 
@@ -14,17 +15,19 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from benchmarks.facts import say
 from benchmarks.local_cluster import MODEL, local_cluster
 from benchmarks.serving import ask
 from kvrail.runtime import loops
 from kvrail.tools.bench.answers import Answer
 from kvrail.tools.bench.client import Client
+from kvrail.tools.bench.report import P99, latencies
 
 TOKENS = 24
 
 
-async def loop(url: str, streams: int, count: int) -> list[Answer]:
-    """`count` answers, some at a time."""
+async def loop(url: str, row: int, streams: int, count: int) -> list[Answer]:
+    """`count` answers, `streams` at a time. row: of the table, each with prompts of its own."""
     waiting = list(range(count))
     answers: dict[int, Answer] = {}
     client = Client(url)
@@ -32,7 +35,7 @@ async def loop(url: str, streams: int, count: int) -> list[Answer]:
     async def one() -> None:
         while waiting:
             number = waiting.pop(0)
-            draw = random.Random(f"{streams} {number}")
+            draw = random.Random(f"{row} {number}")
             prompt = draw.choices(range(300, 4000), k=round(16 * 25 ** draw.random()))
             answers[number] = await ask(client, MODEL, prompt, TOKENS)
 
@@ -46,18 +49,16 @@ async def compared(settings: Sequence[str], streams: Sequence[int], count: int) 
     with ExitStack() as stack:
         flags = [("--local-prefill-tokens", setting) for setting in settings]
         urls = [stack.enter_context(local_cluster(*each)).url for each in flags]
-        await asyncio.gather(*(loop(url, 2, 12) for url in urls))  # both ways are measured, once they can be
-        for number in streams:
-            found = await asyncio.gather(*(loop(url, number, count) for url in urls))
+        await asyncio.gather(*(loop(url, -1, 2, 12) for url in urls))  # both ways are measured, once they can be
+        for row, number in enumerate(streams):
+            found = await asyncio.gather(*(loop(url, row, number, count) for url in urls))
             for setting, answers in zip(settings, found, strict=True):
                 if [answer.text for answer in answers] != [answer.text for answer in found[0]]:
                     raise SystemExit(f"with {setting} and {number} streams other answers came")
-                firsts = sorted(answer.ttft for answer in answers)
-                gaps = sorted(gap for answer in answers for gap in answer.gaps)
-                shown = [statistics.mean(firsts), firsts[round(0.99 * (len(firsts) - 1))]]
-                shown += [statistics.mean(gaps), gaps[round(0.99 * (len(gaps) - 1))]]
-                row = " | ".join(f"{1e3 * seconds:.1f}" for seconds in shown)
-                print(f"| {setting} | {number} | {row} |", flush=True)
+                times = latencies(answers)
+                shown = [of(times[kind]) for kind in ("ttft", "itl") for of in (statistics.mean, P99)]
+                cells = " | ".join(f"{1e3 * seconds:.1f}" for seconds in shown)
+                print(f"| {setting} | {number} | {cells} |", flush=True)
 
 
 def main() -> None:
@@ -66,7 +67,8 @@ def main() -> None:
     parser.add_argument("--streams", default="1,4,16,1,4,16")
     parser.add_argument("--requests", type=int, default=40, help="for each number of streams")
     arguments = parser.parse_args()
-    print("| local tokens | streams | TTFT mean ms | TTFT p99 | gap mean | gap p99 |\n|---|---|---|---|---|---|")
+    say("benchmarks.local_prefill")
+    print("| local tokens | streams | TTFT mean ms | TTFT p99 | ITL mean | ITL p99 |\n|---|---|---|---|---|---|")
     streams = [int(each) for each in arguments.streams.split(",")]
     loops.run(compared(arguments.settings.split(","), streams, arguments.requests))
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 
 import httpx
 
+from benchmarks.facts import say
 from benchmarks.local_cluster import MODEL, local_cluster
 from benchmarks.simulator.trace import Shape, generate
+from kvrail.tools.bench.report import P99
 from kvrail.tools.bench.trace import Request
 
 FLAGS = ("--prefill-workers", "2", "--decode-workers", "2", "--page-size", "16")
@@ -100,13 +102,13 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = {"prefixes": 12, "prefix_tokens": arguments.prefix_tokens, "own_tokens": 30, "output_tokens": 4}
     pages = 16 + 12 * arguments.prefix_tokens // 16 // 2 + 4 * (arguments.prefix_tokens + 200) // 16
+    say("benchmarks.replay")
     print("| trace | policy | TTFT mean ms | p50 | p99 | cached tokens |\n|---|---|---|---|---|---|")
     for name, share in (("shared prefixes", 0.8), ("nothing shared", 0.0)):
         trace = list(generate(Shape(arguments.requests, arguments.rate, share=share, **sizes)))
         results = asyncio.run(compared(arguments.policies.split(","), trace, pages))
         for policy, result in results.items():
-            times = sorted(result.times)
-            shown = [statistics.mean(times), statistics.median(times), times[round(0.99 * (len(times) - 1))]]
+            shown = (of(result.times) for of in (statistics.mean, statistics.median, P99))
             row = " | ".join(f"{1e3 * seconds:.0f}" for seconds in shown)
             print(f"| {name} | {policy} | {row} | {result.cached} |", flush=True)
         if len({result.answers for result in results.values()}) > 1:
