@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import codec_report
 from benchmarks.codec_tables import Table
+from benchmarks.facts import RESULTS, facts_of, hardware
 from benchmarks.weights_data import Sample, samples
 from kvrail.codec.huffman.codec import HuffmanCodec
 from kvrail.codec.huffman.format import FORMATS
@@ -109,8 +110,10 @@ def zipnn(sample: Sample, threads: int) -> Coder | None:
     )
 
 
-def zstd(sample: Sample, threads: int) -> Coder:
-    """Zstd, level 3, chunks of 1 MiB dealt to threads; of a delta, the exclusive or."""
+def zstd(sample: Sample, threads: int) -> Coder | None:
+    """Zstd, level 3, chunks of 1 MiB dealt to threads; of a delta, the exclusive or. None where it is not installed."""
+    if importlib.util.find_spec("zstandard") is None:
+        return None
     import zstandard
 
     raw = bytes_of(sample.tensor) if sample.base is None else bytes_of(sample.tensor) ^ bytes_of(sample.base)
@@ -235,16 +238,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=7, help="runs of each coder, in turn")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, with commas")
     parser.add_argument("--only", default="", help="samples whose names have this")
-    parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     threads = [int(count) for count in options.threads.split(",")]
-    facts = codec_report.head(torch.device("cpu"), "benchmarks.weights")
+    facts = facts_of("benchmarks.weights", hardware("cpu"))
     rows, field_rows = [], []
     for sample in samples(options.values):
         if options.only in sample.name:
-            rows += rows_of(sample, threads, options.runs)
-            field_rows.append(field_row(sample, rows[-1 - (3 if importlib.util.find_spec("zipnn") else 2)][2]))
-            print(rows[-4:], flush=True)
+            found = rows_of(sample, threads, options.runs)
+            rows += found
+            field_rows.append(field_row(sample, found[0][2]))
+            print(found, flush=True)
     facts["load at the end"] = f"{os.getloadavg()[0]:.1f}"
     header = ("tensors", "codec", "of the size")
     header += tuple(f"{way} GB/s, {count} thr." for count in threads for way in ("compress", "decompress"))
