@@ -97,8 +97,8 @@ def test_prompts_that_the_server_knew_are_warned_of(cached, prefix_tokens, told)
     load = replace(LOAD, prefixes=bool(prefix_tokens), prefix_tokens=prefix_tokens)
     known = answer(0.1, 0.1, prompt_tokens=100, prompt_tokens_details={"cached_tokens": cached})
     row = figures(run(known, load=load), {})
-    assert [f"knew {told} of" in each for each in row["warnings"]] == [True] * bool(told)
-    assert ("warning: the server knew" in table(row, {})) == bool(told)
+    assert [each.startswith(f"{told} of") for each in row["warnings"]] == [True] * bool(told)
+    assert ("warning: " in table(row, {})) == bool(told)
 
 
 def test_what_crossed_is_told_where_the_server_tells_it():

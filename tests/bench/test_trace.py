@@ -64,6 +64,12 @@ def test_what_the_blocks_of_a_line_do_not_cover_no_other_has(tmp_path):
     assert alike(*prompts(load(tmp_path, short, vocab=10**6))) == 512
 
 
+def test_what_requests_share_is_counted_from_their_names(tmp_path):
+    assert load(tmp_path, MOONCAKE).shared_tokens == 1024 + 1536 + 512
+    assert load(tmp_path, OURS).shared_tokens == 10
+    assert replace(load(tmp_path, OURS), trace=None, prefixes=2, prefix_tokens=3).shared_tokens == 4 * 3
+
+
 def test_ids_are_below_vocab_and_a_seed_names_them(tmp_path):
     whole = load(tmp_path, MOONCAKE)
     assert {token for prompt in prompts(whole) for token in prompt} == set(range(50))

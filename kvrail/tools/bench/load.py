@@ -58,6 +58,11 @@ class Load:
         arrivals = f"{self.trace} at speed {self.speed:g}" if self.trace else arrivals
         return f"{shared}{self.prompt} in, {self.output} out, {arrivals}, {self.requests} requests, {self.sampling}"
 
+    @property
+    def shared_tokens(self) -> int:
+        """Prompts' tokens that other requests of the load have too, at most."""
+        return self.trace.shared_tokens if self.trace else self.prefix_tokens * self.requests
+
     def settings(self) -> dict[str, Any]:
         """All fields for a report; of a trace all but its requests."""
         return asdict(replace(self, trace=None)) | {"trace": self.trace and self.trace.settings()}
@@ -108,11 +113,8 @@ def _of_trace(load: Load, trace: Trace) -> Iterator[tuple[float, list[int], int]
     """Arrivals, prompts and lengths of outputs; the first request arrives at once."""
     first = trace.requests[0].arrival
     for number, request in enumerate(trace.requests):
-        yield (
-            (request.arrival - first) / load.speed,
-            request.prompt(number, load.seed, load.vocab),
-            request.output_tokens,
-        )
+        arrival = (request.arrival - first) / load.speed
+        yield arrival, request.prompt(number, load.seed, load.vocab), request.output_tokens
 
 
 def _drawn(load: Load) -> Iterator[tuple[float, list[int], int]]:

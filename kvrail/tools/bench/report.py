@@ -71,13 +71,12 @@ def figures(run: Run, limits: Mapping[str, float]) -> Json:
 
 
 def _warnings(run: Run, row: Json) -> list[str]:
-    """What makes a run's figures better than those of its load; of a trace it is not known how much it shares."""
-    shared = run.load.prefix_tokens * len(run.answers)
-    known = row["cached_input_tokens"] - shared
-    if run.load.trace or known <= row["total_input_tokens"] / 10:
+    """What makes a run's figures better than those of its load."""
+    shared = run.load.shared_tokens * len(run.answers) / run.load.requests
+    known, own = row["cached_input_tokens"] - shared, row["total_input_tokens"] - shared
+    if known <= row["total_input_tokens"] / 10:
         return []
-    share = known / (row["total_input_tokens"] - shared)
-    return [f"the server knew {share:.0%} of what no two prompts share, from an earlier run; take another --seed"]
+    return [f"{known / own:.0%} of what no two prompts share was cached by an earlier run; take another --seed"]
 
 
 def _total(answers: Iterable[Answer], name: str) -> int:

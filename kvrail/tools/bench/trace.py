@@ -13,7 +13,7 @@ FAST25-release/traces), with a number for each block of 512 tokens; a prompt's l
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -37,19 +37,22 @@ class Request:
     key: str = ""
     blocks: tuple[int, ...] = ()
 
-    def prompt(self, number: int, seed: int, vocab: int) -> list[int]:
-        """Token ids below vocab, prompt_tokens of them. number: of the request in its trace.
+    def parts(self, number: int) -> Iterator[tuple[str, int]]:
+        """Names of the prompt's parts, and their tokens. number: of the request in its trace.
 
-        Each block and each prefix has random draws of its own, so that equal names are equal tokens, cut short or not.
-        What comes after them no other request has.
+        Equal names are equal tokens, cut short or not. What comes last no other request has.
         """
-        ids, found = range(vocab), list[int]()
+        left = self.prompt_tokens
         shared = [(f"block {block}", MOONCAKE_BLOCK) for block in self.blocks]
         shared += [(f"prefix {self.prefix}", self.prefix_tokens)] if self.prefix is not None else []
-        for name, length in (*shared, (f"own {number}", self.prompt_tokens)):
-            length = min(length, self.prompt_tokens - len(found))
-            found += random.Random(f"{seed} {name}").choices(ids, k=length)
-        return found
+        for name, length in (*shared, (f"own {number}", left)):
+            yield name, min(length, left)
+            left -= min(length, left)
+
+    def prompt(self, number: int, seed: int, vocab: int) -> list[int]:
+        """Token ids below vocab, prompt_tokens of them; each part has random draws of its own."""
+        found = (random.Random(f"{seed} {name}").choices(range(vocab), k=length) for name, length in self.parts(number))
+        return [token for part in found for token in part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,18 @@ class Trace:
     left_out: int = 0
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} ({self.left_out:,} of more than {self.longest:,} tokens left out)"
-            if self.longest
-            else self.name
-        )
+        left_out = f" ({self.left_out:,} of more than {self.longest:,} tokens left out)" if self.longest else ""
+        return f"{self.name}{left_out}"
+
+    @property
+    def shared_tokens(self) -> int:
+        """Prompts' tokens in parts that an earlier request has too."""
+        seen, found = set[str](), 0
+        for number, request in enumerate(self.requests):
+            parts = dict(request.parts(number))
+            found += sum(parts[name] for name in parts.keys() & seen)
+            seen |= parts.keys()
+        return found
 
     def settings(self) -> dict[str, Any]:
         """All but the requests."""
