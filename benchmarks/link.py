@@ -327,7 +327,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-frame-mib", type=int, default=0, help="MiB of KV that a frame holds at most; 0: as ever")
     parser.add_argument("--port", type=int, default=18700, help="first of four ports")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--prefill-namespace", help=argparse.SUPPRESS)  # set when this command starts itself again
+    parser.add_argument("--namespaces", help=argparse.SUPPRESS)  # set when this command starts itself again
     return parser.parse_args(argv)
 
 
@@ -335,12 +335,12 @@ def run_inside(options: argparse.Namespace) -> None:
     """In the decode worker's namespace: start the cluster, measure, write."""
     codecs, tables = options.codecs.split(","), []
     facts = facts_of("benchmarks.link", hardware(options.device))
-    facts["command"] = facts["command"].split(" --prefill-namespace")[0]
+    facts["command"] = facts["command"].split(" --namespaces")[0]
     with tempfile.TemporaryDirectory() as folder:
         ports = range(options.port, options.port + 4)
         hosts = PREFILL_HOST, DECODE_HOST
         bound = ["--transfer-memory-mib", str(8 * options.max_frame_mib)] if options.max_frame_mib else []
-        space, shape = options.prefill_namespace, options.shape
+        space, shape = options.namespaces.split(",")[0], options.shape
         cluster = Cluster(Path(folder), *hosts, space, ports, shape, options.device, decode_flags=bound)
         try:
             for length in map(int, options.tokens.split(",")):
@@ -358,13 +358,18 @@ def run_inside(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Build the link and run on it; returns the exit status."""
     options = parse(argv)
-    if options.prefill_namespace:
+    if options.namespaces:
         run_inside(options)
         return 0
+    return again_linked("benchmarks.link", sys.argv[1:] if argv is None else argv, options.rate)
+
+
+def again_linked(module: str, argv: Sequence[str], rate: str) -> int:
+    """Build the link and start a benchmark again in the decode worker's namespace, with `--namespaces`; its status."""
     try:
-        with linked(options.rate) as (prefill, decode):
-            again: list[Any] = [sys.executable, "-m", "benchmarks.link", *(sys.argv[1:] if argv is None else argv)]
-            return subprocess.run(["ip", "netns", "exec", decode, *again, "--prefill-namespace", prefill]).returncode
+        with linked(rate) as spaces:
+            again = [sys.executable, "-m", module, *argv, "--namespaces", ",".join(spaces)]
+            return subprocess.run(["ip", "netns", "exec", spaces[1], *again]).returncode
     except FileNotFoundError as error:
         print(f"skipped: {error.filename} is not installed; it is part of iproute2")
     except subprocess.CalledProcessError as error:

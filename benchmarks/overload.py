@@ -41,6 +41,8 @@ async def at_once(url: str, count: int, max_tokens: int) -> None:
         seconds = time.perf_counter() - begin
     kinds = Counter(type(answer).__name__ for answer in answers)
     print(f"{count} at once, {max_tokens} tokens each: {dict(kinds)} in {seconds:.1f} s")
+    if kinds.keys() != {"Completion"}:
+        raise SystemExit("not every request was answered")
 
 
 async def first_token(http: httpx.AsyncClient) -> tuple[float, str]:

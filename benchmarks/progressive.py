@@ -17,7 +17,6 @@ imposes how many are accepted (benchmarks/imposed_decode.py); texts with imposed
 """
 
 import argparse
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,8 +38,8 @@ from benchmarks.link import (
     ROOT,
     UNLIMITED,
     Cluster,
+    again_linked,
     limit,
-    linked,
     machine,
     prompt_of,
 )
@@ -317,21 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.namespaces:
         run_inside(options)
         return 0
-    try:
-        with linked(UNLIMITED) as spaces:
-            again: list[Any] = [
-                sys.executable,
-                "-m",
-                "benchmarks.progressive",
-                *(sys.argv[1:] if argv is None else argv),
-            ]
-            inside = ["ip", "netns", "exec", spaces[1], *again, "--namespaces", ",".join(spaces)]
-            return subprocess.run(inside).returncode
-    except FileNotFoundError as error:
-        print(f"skipped: {error.filename} is not installed; it is part of iproute2")
-    except subprocess.CalledProcessError as error:
-        print(f"skipped: {' '.join(error.cmd)} failed: {error.stderr.strip()}; network namespaces need root")
-    return 0
+    return again_linked("benchmarks.progressive", sys.argv[1:] if argv is None else argv, UNLIMITED)
 
 
 if __name__ == "__main__":
