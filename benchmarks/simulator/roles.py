@@ -129,6 +129,8 @@ def main() -> None:
     count, seconds, settle_s = arguments.workers, arguments.phase_s, arguments.settle_s
     steps = (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)
     splits = [float(share) for share in arguments.splits.split(",")]
+    if unserved := [step.name for step in dict.fromkeys(steps) if not any(sustains(step, share) for share in splits)]:
+        parser.error(f"--splits has none that serves {' or '.join(unserved)}")
     with ProcessPoolExecutor() as pool:
         both = pool.submit(_both, count, steps, seconds)
         fixed = {
