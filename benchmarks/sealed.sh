@@ -16,9 +16,10 @@ measure() {
     choice=$1
     shift
     echo "== $choice: kvrail up $*"
-    python -m benchmarks.serving --device "${DEVICE:-cuda}" --sampling sampled --out "$results/$choice" $flags --up "$@"
+    python -m benchmarks.serving --shape qwen3-8b --device "${DEVICE:-cuda}" --sampling sampled --out "$results/$choice" \
+        $flags --up "$@"
 }
-flags=${*:---shape qwen3-8b --streams 1,8,32,8x8000 --rounds 8}
+flags=${*:---streams 1,8,32,8x8000 --rounds 8}
 measure plain
 measure clear --config "$scratch/tls.toml" --ucx-in-clear
 measure sealed --config "$scratch/tls.toml"

@@ -217,7 +217,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for the results")
     add_load(parser, vocab=8000)
     parser.set_defaults(goodput=LIMITS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.up and not args.shape:
+        parser.error("--up needs --shape, for without it no cluster is started")
+    return args
 
 
 def machine_of(args: argparse.Namespace) -> str:

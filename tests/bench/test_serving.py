@@ -109,6 +109,12 @@ def test_an_output_that_changes_is_refused(monkeypatch, server):
         run(monkeypatch, server)
 
 
+def test_flags_for_a_cluster_that_is_not_started_are_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        loads(monkeypatch, "--up", "--transport", "tcp")
+    assert "--up needs --shape" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
