@@ -3,8 +3,8 @@
     python -m benchmarks.structured [--streams 32] [--rounds 5]
     python -m benchmarks.structured --shape qwen3-8b --device cuda
 
-Each round sends the same prompts twice, with the schema and without; the order changes with every round. All outputs
-are cut at the same number of tokens: the schema wants more records than fit. Correctness first: outputs of a schema
+Each round sends new prompts with the schema, and as many without; the order changes with every round. All outputs are
+cut at the same number of tokens: the schema wants more records than fit. Correctness first: outputs of a schema
 that fits must be valid, and every output must have its tokens. CPU time is the cluster's, and shows the same on a
 machine that others use too. Without --shape the cluster has the model that ships, on the CPU.
 """
@@ -86,9 +86,9 @@ async def measure(
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         await check(client, model)
         for number in range(args.rounds + 1):
-            rng = random.Random(number)
-            prompts = [[rng.randrange(vocab) for _ in range(args.prompt_tokens)] for _ in range(args.streams)]
             for kind in sorted(rates, reverse=bool(number % 2)):
+                draws = random.Random(f"{number} {kind}")
+                prompts = [draws.choices(range(vocab), k=args.prompt_tokens) for _ in range(args.streams)]
                 form: dict[str, Any] = {"json_schema": LONG} if kind == "schema" else {"ignore_eos": True}
                 common = {"model": model, "max_tokens": args.output_tokens, "temperature": args.temperature, **form}
                 begin, before = time.perf_counter(), cpu_seconds()
@@ -97,6 +97,8 @@ async def measure(
                 )
                 seconds = time.perf_counter() - begin
                 tokens = [answer["usage"]["completion_tokens"] for answer in answers]
+                if any(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers):
+                    raise SystemExit(f"{kind}: the cluster knew a prompt of round {number}")
                 if set(tokens) != {args.output_tokens}:
                     raise SystemExit(f"{kind}: outputs have {sorted(set(tokens))} tokens, not {args.output_tokens}")
                 if number:  # the first round warms up
