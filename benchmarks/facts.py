@@ -38,7 +38,9 @@ def hardware(device: str) -> str:
     name = cpu.get("model name", platform.processor() or platform.machine())
     memory = Path("/proc/meminfo").read_text().split()[1] if Path("/proc/meminfo").exists() else "0"
     family = AMD_FAMILIES.get(cpu.get("cpu family", ""), "") if "AMD" in name else ""
-    return f"{torch.get_num_threads()} cores of an {name}{family}, {round(int(memory) * 1024 / GIB)} GiB"
+    threads = torch.get_num_threads()
+    used = "" if threads == os.cpu_count() else f", torch on {threads} threads"
+    return f"{os.cpu_count()} cores of an {name}{family}, {round(int(memory) * 1024 / GIB)} GiB{used}"
 
 
 def facts_of(module: str, machine: str) -> dict[str, str]:
