@@ -170,6 +170,12 @@ bench-start: $(VENV)/.dev  ## how long `kvrail up` takes, by part, and its proce
 bench-kv-pages: $(VENV)/.dev  ## what each form of KV pages gives an engine: tokens that fit, prefills, steps
 	$(BIN)/python -m benchmarks.kv_pages $(ARGS)
 
+bench-kvcomp-figures: $(VENV)/.bench  ## KVComp's Figures 7 and 8 on the demo model
+	$(BIN)/python -m benchmarks.kvcomp_figures $(ARGS)
+
+bench-kvcomp-kernels: $(VENV)/.dev  ## KVComp's Figures 9 to 11: products with pages that stay compressed, on a GPU
+	$(BIN)/python -m benchmarks.kvcomp_kernels $(ARGS)
+
 bench-transport: $(VENV)/.dev  ## throughput of the transports of KV beside bare transports
 	$(BIN)/python -m benchmarks.transport $(ARGS)
 
