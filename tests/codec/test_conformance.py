@@ -1,6 +1,9 @@
 """What holds for every codec that is registered."""
 
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +16,18 @@ from kvrail.codec.base import CodecError, PagedBlock
 from kvrail.codec.core.floats import FLOATS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
+FORKS = """
+import os, signal, torch
+from kvrail.codec import registry
+from kvrail.codec.base import Block, PagedBlock
+block = Block(*(torch.randn(1, 32, 64, 8, 128).bfloat16() for _ in range(2)))
+stages = [bytes(each) for each in registry.get("splitzip").encode(PagedBlock.whole(block)).stages()]
+if child := os.fork():
+    raise SystemExit(os.waitpid(child, 0)[1] != 0)
+signal.alarm(60)
+again = registry.get("splitzip").encode(PagedBlock.whole(block)).stages()
+os._exit([bytes(each) for each in again] != stages)
+"""
 EXACT = [name for name in registry.names() if registry.get(name).exact]
 
 
@@ -113,13 +128,13 @@ def test_payloads_stay_on_a_device_only_where_codec_and_pages_allow_it(name):
         codec.encode(pages, on_device=True)
 
 
-@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.get(name).device_payloads])
-def test_codec_without_device_payloads_refuses_a_tensor(name):
+@pytest.mark.parametrize("name", registry.names())
+def test_a_tensor_in_host_memory_is_no_payload(name):
     codec = registry.get(name)
     out = scattered(spec_of((1, 1, 16, 2, 8, 8), sorted(codec.dtypes)[0]), 1)
     before = bits_of(out.pools)
     with pytest.raises(CodecError, match="host memory"):
-        codec.decode(0, [torch.zeros(64, dtype=torch.uint8)], out)
+        codec.decode(0, [torch.zeros(out.spec.raw_bytes, dtype=torch.uint8)], out)
     assert bits_of(out.pools) == before
 
 
@@ -230,6 +245,11 @@ def test_payloads_outlive_their_encoding_and_its_block(name, device):
     gc.collect(1)  # the young objects, of which the encodings are some: all would take a second
     assert [[bytes(payload) for payload in stages] for stages in payloads] == copies
     assert len({copy[0] for copy in copies}) == 3
+
+
+def test_a_forked_child_encodes_though_it_has_none_of_its_parent_s_threads():
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    assert subprocess.run([sys.executable, "-c", FORKS], env=environment, timeout=120).returncode == 0
 
 
 def test_unknown_codec_lists_the_known_ones():

@@ -83,3 +83,6 @@ def on_threads(work: Callable[[int, int], Result], count: int, raw_bytes: int) -
 def _threads() -> ThreadPoolExecutor:
     """The helpers of all threads that encode or decode."""
     return ThreadPoolExecutor(max(1, MAX_THREADS - 1), thread_name_prefix="codec")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of its parent's threads

@@ -81,10 +81,15 @@ class RawCodec(Codec):
         if payload.nbytes != out.spec.raw_bytes:
             raise CodecError(f"a raw payload has {payload.nbytes} bytes; its block has {out.spec.raw_bytes}")
         if isinstance(payload, torch.Tensor):
-            if payload.device != out.device or payload.dtype != torch.uint8 or not payload.is_contiguous():
+            if (
+                not payload.is_cuda
+                or payload.device != out.device
+                or payload.dtype != torch.uint8
+                or not payload.is_contiguous()
+            ):
                 raise CodecError(
                     f"a raw payload is a tensor of {payload.dtype} on {payload.device}; pages on {out.device} take"
-                    " contiguous bytes in host memory or on the same device"
+                    " contiguous bytes in host memory or on the same CUDA device"
                 )
             _kernels().scatter(payload.flatten(), out)
         elif out.device.type == "cuda":
