@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.fused.weight import refusal
+from kvrail.codec.papers.tbe import cpu_kernels
 from kvrail.codec.papers.tbe.cpu import check, compress, decompress
 from kvrail.codec.papers.tbe.format import TbeWeight
 from kvrail.config.settings import DEMO_MODEL
@@ -30,6 +31,13 @@ def test_a_weight_of_any_shape_comes_back(rows, columns):
 
 def test_every_pattern_of_sixteen_bits_comes_back():
     comes_back(of_bits(range(-(1 << 15), 1 << 15), 512))
+
+
+def test_the_kernels_are_kept_for_the_next_process():
+    kernels = [
+        each for each in vars(cpu_kernels).values() if hasattr(each, "py_func") and each.targetoptions.get("nogil")
+    ]
+    assert len(kernels) == 5 and all(each.stats.cache_path for each in kernels)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), float("nan"), 1e-40, 1.0, 3e38])

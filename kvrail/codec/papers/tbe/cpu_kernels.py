@@ -6,10 +6,12 @@
 import numpy as np
 from numba import int64, njit, uint8, uint16, uint64
 
+from kvrail.codec.core.cpu_compile import compiled_when_called
+
 _BLOCK, _FRAGMENT, _FRAGMENTS = 64, 8, 16
 
 
-@njit(nogil=True)
+@compiled_when_called
 def count_exponents(bits, counts):
     """Add to `counts`, int64 [256], how often each exponent occurs in `bits`, uint16 [n].
 
@@ -43,7 +45,7 @@ def _take_block(bits, block, across, filler, held):
             held[r, c] = bits[row + r, column + c]
 
 
-@njit(nogil=True)
+@compiled_when_called
 def map_blocks(bits, base, begin, end, bitmaps, counts):
     """Write the bitmaps of BlockTiles `begin` to `end`, and how many weights of each strip have a code.
 
@@ -80,7 +82,7 @@ def map_blocks(bits, base, begin, end, bitmaps, counts):
             bitmaps[block, strip, 2, fragment] = third_bits
 
 
-@njit(nogil=True)
+@compiled_when_called
 def fill_blocks(bits, base, bitmaps, begin, end, starts, sign_mantissas, full_values):
     """Write the values of BlockTiles `begin` to `end` into PackedSignMantissa, uint8, and FullValue, uint16.
 
@@ -117,7 +119,7 @@ def fill_blocks(bits, base, bitmaps, begin, end, starts, sign_mantissas, full_va
         full_values[there : there + other] = others[:other]
 
 
-@njit(nogil=True)
+@compiled_when_called
 def count_bits(bitmaps, begin, end, counts):
     """Add to `counts` how many weights of each strip of BlockTiles `begin` to `end` have a code, by the bitmaps."""
     for block in range(begin, end):
@@ -131,7 +133,7 @@ def count_bits(bitmaps, begin, end, counts):
             counts[block, strip] += (word * uint64(0x0101010101010101)) >> uint64(56)
 
 
-@njit(nogil=True)
+@compiled_when_called
 def read_blocks(bitmaps, base, begin, end, starts, sign_mantissas, full_values, bits):
     """Restore BlockTiles `begin` to `end` into `bits`, uint16 [rows, columns]; arguments as above, checked before."""
     across = (bits.shape[1] + _BLOCK - 1) // _BLOCK
