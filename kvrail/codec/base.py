@@ -215,18 +215,3 @@ def check_stage(codec: Codec, stage: int, payloads: Sequence[Payload]) -> None:
             f"stage {stage} of {codec.name} is decoded from the payloads of stages 0 to {stage}: {stage + 1}, not"
             f" {len(payloads)}"
         )
-
-
-def check_place(codec: Codec, pages: PagedBlock, on_device: bool) -> None:
-    """Raise ValueError where payloads are to stay on a device and the codec cannot leave them there."""
-    if on_device and not codec.device_payloads:
-        raise ValueError(f"{codec.name} makes payloads in host memory alone; encode without on_device")
-    if on_device and pages.device.type != "cuda":
-        raise ValueError(f"the pages lie on {pages.device}, not on a CUDA device; encode without on_device")
-
-
-def check_dtype(codec: Codec, pages: PagedBlock) -> None:
-    """Raise CodecError where a codec does not take the pages' element type."""
-    if pages.spec.dtype not in codec.dtypes:
-        taken = ", ".join(sorted(codec.dtypes))
-        raise CodecError(f"{codec.name} does not take dtype {pages.spec.dtype}; it takes {taken}")

@@ -5,18 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvrail.codec.base import (
-    Block,
-    Codec,
-    Encoding,
-    EncodingStats,
-    PagedBlock,
-    Payload,
-    check_dtype,
-    check_place,
-    check_stage,
-)
+from kvrail.codec.base import Block, Encoding, EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.backend import CheckedCodec
 from kvrail.codec.core.floats import WIDE
 from kvrail.codec.core.gpu import record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
@@ -85,7 +76,7 @@ class IntegerEncoding:
         self._layout.complete(self._host.numpy())
 
 
-class IntegerCodec(Codec):
+class IntegerCodec(CheckedCodec):
     """Codes of eight or four bits, with a minimum and a scale a group; on CPU and CUDA."""
 
     exact = False
@@ -95,22 +86,10 @@ class IntegerCodec(Codec):
         self.name = name
         self._code = code
 
-    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
-        """Launch the encoding on the pages' device, on CUDA on its current stream.
-
-        Raises CodecError where the element type is none of `dtypes`; ValueError where payloads are to stay `on_device`.
-        """
-        check_place(self, pages, on_device)
-        check_dtype(self, pages)
+    def _encode(self, pages: PagedBlock, on_device: bool) -> Encoding:
         return IntegerEncoding(pages, plans_of(pages.spec, self._code))
 
-    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
-        """Check all of the one payload, then write it into `out`, on its device's current stream.
-
-        Raises CodecError, with `out` untouched, where the payload is not one of this codec, spec and stage.
-        """
-        check_stage(self, stage, payloads)
-        check_dtype(self, out)
+    def _decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         source = host_bytes(self.name, payloads[0])
         layout = parse(source, out.spec, self._code)
         uploaded = to_device(source, out.device)

@@ -6,18 +6,8 @@ from typing import Any
 
 import torch
 
-from kvrail.codec.base import (
-    BlockSpec,
-    Codec,
-    CodecError,
-    Encoding,
-    EncodingStats,
-    PagedBlock,
-    Payload,
-    check_dtype,
-    check_place,
-    check_stage,
-)
+from kvrail.codec.base import BlockSpec, CodecError, Encoding, EncodingStats, PagedBlock, Payload
+from kvrail.codec.core.backend import CheckedCodec
 from kvrail.codec.core.floats import FLOATS
 from kvrail.codec.core.gpu import record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
@@ -57,26 +47,17 @@ class RawEncoding:
         return EncodingStats(self._values, raw_tensors=2)
 
 
-class RawCodec(Codec):
-    """Bytes as they are."""
+class RawCodec(CheckedCodec):
+    """Bytes as they are: copies to the host, or to a buffer beside the pages."""
 
     name = "raw"
     dtypes = frozenset(FLOATS)
     device_payloads = True
 
-    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
-        """Launch the copies of `pages` on their device's current stream: to the host, or to a buffer beside them.
-
-        Raises CodecError where the element type or the pool's strides are none that it takes; ValueError where
-        payloads are to stay `on_device` and the pages lie on a CPU.
-        """
-        check_place(self, pages, on_device)
-        check_dtype(self, pages)
+    def _encode(self, pages: PagedBlock, on_device: bool) -> Encoding:
         return RawEncoding(pages, on_device)
 
-    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
-        """Write the one payload into `out`; raises CodecError, with `out` untouched, where it does not fit."""
-        check_stage(self, stage, payloads)
+    def _decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         (payload,) = payloads
         if payload.nbytes != out.spec.raw_bytes:
             raise CodecError(f"a raw payload has {payload.nbytes} bytes; its block has {out.spec.raw_bytes}")

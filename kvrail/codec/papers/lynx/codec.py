@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvrail.codec.base import PagedBlock, Payload, check_dtype, check_stage
+from kvrail.codec.base import PagedBlock, Payload
 from kvrail.codec.core.backend import Backend, BackendCodec, backend_of
 from kvrail.codec.core.floats import WIDE
 from kvrail.codec.core.host import host_bytes
@@ -31,15 +31,11 @@ class LynxCodec(BackendCodec):
         self.parameters_id = code.id
         self._code = code
 
-    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
-        """Check all of the payloads that it needs, then write a stage into `out`, on its device's current stream.
+    def _decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
+        """RESIDUAL is written from the first two, which must be of one block, whatever lies in `out`.
 
-        RESIDUAL is written from the first two, whatever lies in `out`, but for tensors that travel raw, which ANCHOR
-        left there; EXACT corrects by its own payload what RESIDUAL left. Raises CodecError, with `out` untouched, where
-        a payload is not one of this codec, parameters, spec and its stage, or the first two are of different blocks.
+        Only tensors that travel raw are what ANCHOR left there. EXACT corrects by its own payload what RESIDUAL left.
         """
-        check_stage(self, stage, payloads)
-        check_dtype(self, out)
         sources = [host_bytes(self.name, payload) for payload in payloads]
         layouts: Sequence[Layout]
         if stage == RESIDUAL:

@@ -6,29 +6,25 @@ coded. On CUDA all of this runs on the device.
 
 from collections.abc import Sequence
 
-from kvrail.codec.base import Codec, Encoding, PagedBlock, Payload, check_dtype, check_place, check_stage
-from kvrail.codec.core.backend import backend_of
+from kvrail.codec.base import Encoding, PagedBlock, Payload
+from kvrail.codec.core.backend import CheckedCodec, backend_of
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 
 _PACKAGE = "kvrail.codec.splitzip.entropy"
 _CODE = WindowCode(4, per_channel=True, chunk=4096)
 
 
-class AnsCodec(Codec):
-    """Sixteen exponents below the largest of each channel in each page, the codes coded by rANS; on CPU and CUDA."""
+class AnsCodec(CheckedCodec):
+    """Sixteen exponents below the largest of each channel in each page, the codes coded by rANS; on CPU and CUDA.
+
+    On CUDA `stages` of an encoding completes it, and decoding waits for the stream.
+    """
 
     name = "splitzip-ans"
     dtypes = frozenset(FORMATS)
     device_payloads = True
 
-    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
-        """Launch the encoding on CUDA, on the current stream; `stages` completes it. On a CPU encode at once.
-
-        Raises CodecError where the element type is none of `dtypes`, or a pool's tensor does not lie as the device
-        takes it; ValueError where payloads are to stay `on_device` and the pages lie on a CPU.
-        """
-        check_place(self, pages, on_device)
-        check_dtype(self, pages)
+    def _encode(self, pages: PagedBlock, on_device: bool) -> Encoding:
         backend = backend_of(_PACKAGE, pages.device)
         encoding: Encoding = (
             backend.AnsEncoding(pages, _CODE, on_device)
@@ -37,11 +33,5 @@ class AnsCodec(Codec):
         )
         return encoding
 
-    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
-        """Decode the one payload into `out`, on its device's current stream, which on CUDA is waited for.
-
-        Raises CodecError, with `out` untouched, where the payload is not one of this codec and spec.
-        """
-        check_stage(self, stage, payloads)
-        check_dtype(self, out)
+    def _decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         backend_of(_PACKAGE, out.device).decode(payloads[0], _CODE, out)

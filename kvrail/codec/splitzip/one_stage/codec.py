@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvrail.codec.base import PagedBlock, Payload, check_dtype, check_stage
+from kvrail.codec.base import PagedBlock, Payload
 from kvrail.codec.core.backend import Backend, BackendCodec, backend_of
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
@@ -34,13 +34,7 @@ class WindowCodec(BackendCodec):
         self._codes = codes
         self._codebook = codebook
 
-    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
-        """Check all of the one payload, then write it into `out`, on its device's current stream.
-
-        Raises CodecError, with `out` untouched, where the payload is not one of this codec, parameters and spec.
-        """
-        check_stage(self, stage, payloads)
-        check_dtype(self, out)
+    def _decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         source, coding = host_bytes(self.name, payloads[0]), self._coding(out)
         layout = parse(source, out.spec, coding.plans)
         backend_of(self.package, out.device).decode(stage, [source], [layout], coding, out)

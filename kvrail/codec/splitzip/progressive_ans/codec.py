@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvrail.codec.base import PagedBlock, Payload, check_dtype, check_stage
+from kvrail.codec.base import PagedBlock, Payload
 from kvrail.codec.core.backend import Backend, BackendCodec, backend_of
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.progressive_ans.payload import StageLayout, parse_first, parse_rest
@@ -37,16 +37,12 @@ class ProgressiveAnsCodec(BackendCodec):
         self._kept = kept
         self._code = WindowCode(4, per_channel=True, chunk=chunk)
 
-    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
-        """Check a stage's payload, then write what it says into `out`, on its device's current stream.
+    def _decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
+        """Stage 0 gives every value its sign, its exponent and the middle of what its mantissa may be.
 
-        Stage 0 gives every value its sign, its exponent and the middle of what its mantissa may be; on CUDA the stream
-        is waited for. Stage 1 replaces the low mantissa bits of what stage 0 left in `out`, which may be read
-        meanwhile. Raises CodecError, with `out` untouched, where the payload is not that stage of this codec, its
-        parameters and spec.
+        On CUDA the stream is then waited for. Stage 1 replaces the low mantissa bits of what stage 0 left in `out`,
+        which may be read meanwhile.
         """
-        check_stage(self, stage, payloads)
-        check_dtype(self, out)
         source, plans = host_bytes(self.name, payloads[-1]), self._coding(out)
         layout = parse_first(source, out.spec, plans) if stage == 0 else parse_rest(source, plans)
         backend_of(self.package, out.device).decode(stage, [source], [layout], plans, out)
