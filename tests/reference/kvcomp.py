@@ -8,10 +8,10 @@ import numpy.typing as npt
 import torch
 
 from kvrail.codec.base import Block
-from kvrail.codec.core.sections import joined
+from kvrail.codec.core.sections import StreamPart, joined
 from kvrail.codec.papers.kvcomp.codebook import MAX_BITS, lengths_of, packed_lengths
 from kvrail.codec.papers.kvcomp.format import SLACK, TINY, KVCompCode
-from kvrail.codec.papers.kvcomp.payload import Layout, Part, escapes_of, parse, plans_of, tables_of
+from kvrail.codec.papers.kvcomp.payload import Layout, parse, plans_of, tables_of
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
 from kvrail.codec.papers.kvcomp.torch_ops import half_tiny
 
@@ -43,16 +43,16 @@ def decode(payload: bytes, block: Block, code: KVCompCode) -> Block:
         tables, words = tables_of(fixed, plan), source[stream : stream + 4 * part.words]
         symbols = _read(words.tobytes(), plan.sections["lengths"].of(fixed).view("<u2"), tables, plan)
         tensor = _restored(minima, bits.view(np.float32).reshape(plan.unit_shape), symbols, plan)
-        positions, elements = escapes_of(source[stream:], part)
+        positions, elements = part.escapes_of(source[stream:])
         tensor.view(-1)[torch.from_numpy(positions.astype(np.int64))] = _tensor(elements.tobytes(), plan.dtype)
         found.append(tensor)
     return Block(*found)
 
 
-def _encoded(tensor: torch.Tensor, plan: TensorPlan) -> tuple[Part, bytes, bytes]:
+def _encoded(tensor: torch.Tensor, plan: TensorPlan) -> tuple[StreamPart, bytes, bytes]:
     """Part, fixed sections, and what follows all sections."""
     elements = tensor.contiguous().view(torch.uint8).numpy().reshape(plan.values, -1)
-    raw = Part(plan, True), joined((elements.tobytes(),)), b""
+    raw = StreamPart(plan, True), joined((elements.tobytes(),)), b""
     if plan.uncodable:
         return raw
     numbers = tensor.float().numpy()
@@ -68,7 +68,7 @@ def _encoded(tensor: torch.Tensor, plan: TensorPlan) -> tuple[Part, bytes, bytes
     tables = [lengths_of(np.bincount(layer.flat, minlength=plan.code.symbols).tolist()) for layer in symbols]
     lengths, ends, stream = _written(symbols, tables)
     positions = np.flatnonzero(escaped).astype("<u4")
-    part = Part(plan, False, len(stream) // 4, positions.size)
+    part = StreamPart(plan, False, len(stream) // 4, positions.size)
     if plan.travels_raw(part.words, part.escapes):
         return raw
     low = torch.from_numpy(minima).to(plan.dtype).view(torch.uint8).numpy().tobytes()

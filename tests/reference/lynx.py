@@ -21,7 +21,6 @@ from kvrail.codec.papers.lynx.payload import (
     RESIDUAL,
     Layout,
     Part,
-    escapes_of,
     places_of,
     travels_raw,
 )
@@ -42,14 +41,14 @@ def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
     tails: list[bytes] = []
     for pool, plan in zip(matrices(pages), coding.plans, strict=True):
         dense = [np.zeros(size, dtype=np.uint8) for size in plan.fixed_bytes]
-        part, tail = Part(plan, EXACT), [b"", b"", b""]
+        part, tail = Part(plan, stage=EXACT), [b"", b"", b""]
         if plan.raw:
             dense[ANCHOR] = np.frombuffer(pool[:, ids].tobytes(), dtype=np.uint8)
         else:
             encode_tensor(pool, ids, plan, dense[ANCHOR], dense[RESIDUAL])
             if coding.num_stages > EXACT:
                 part, dense[EXACT], tail = _exact(pool, ids, plan, dense)
-        for stage, each in enumerate((Part(plan, ANCHOR), Part(plan, RESIDUAL), part)):
+        for stage, each in enumerate((Part(plan, stage=ANCHOR), Part(plan, stage=RESIDUAL), part)):
             parts[stage].append(each)
             bodies[stage].append(dense[stage].tobytes())
         tails += tail
@@ -68,8 +67,8 @@ def _exact(pool: Bits, ids: Ints, plan: TensorPlan, dense: Sequence[Bytes]) -> t
     decode_tensor(dense[ANCHOR], dense[RESIDUAL], np.arange(plan.num_pages), plan, refined)
     stream, positions, escaped = encode_exact(pool, ids, refined, dense[RESIDUAL], plan, dense[EXACT])
     if travels_raw(plan, stream.size // 4, positions.size):
-        return Part(plan, EXACT, raw=True), np.frombuffer(pool[:, ids].tobytes(), dtype=np.uint8), [b"", b"", b""]
-    part = Part(plan, EXACT, words=stream.size // 4, escapes=positions.size)
+        return Part(plan, raw=True, stage=EXACT), np.frombuffer(pool[:, ids].tobytes(), dtype=np.uint8), [b"", b"", b""]
+    part = Part(plan, stage=EXACT, words=stream.size // 4, escapes=positions.size)
     return part, dense[EXACT], [stream.tobytes(), positions.tobytes(), escaped.tobytes()]
 
 
@@ -213,7 +212,8 @@ def decode_exact(dense: Bytes, stream: Bytes, part: Part, pages: Ints, pool: Bit
                 key = int(lowest[row, column]) + (bits & (1 << width) - 1)
                 matrix[row, column] = _element(key, plan.format)
                 bits >>= width
-    positions, elements = escapes_of(stream, part)
+    positions, found = part.escapes_of(stream)
+    elements = found.view(f"<u{plan.format.item_bytes}")
     for page, row, column, element in zip(*places_of(positions, plan), elements, strict=True):
         pool[page // plan.num_pages, pages[page % plan.num_pages], row, column] = element
 

@@ -49,6 +49,12 @@ def record(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+def wait_for(event: torch.cuda.Event | None) -> None:
+    """Wait for an event of `record`."""
+    if event is not None:
+        event.synchronize()
+
+
 @functools.cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A stream for copies that shall not wait for what else is queued; None on a CPU."""

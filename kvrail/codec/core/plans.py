@@ -1,6 +1,5 @@
 """What plans of keys or values have in common, whatever a codec makes of them."""
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -12,6 +11,7 @@ from kvrail.codec.core.floats import FLOATS, FloatFormat
 
 Code = TypeVar("Code")
 PlanT = TypeVar("PlanT", bound="MatrixPlan")  # type: ignore[type-arg]
+ShapeT = TypeVar("ShapeT", bound="ShapePlan")  # type: ignore[type-arg]
 
 
 @dataclass(frozen=True)
@@ -57,46 +57,24 @@ def matrices(kind: type[PlanT], spec: BlockSpec, code: object) -> tuple[PlanT, P
 
 
 @dataclass(frozen=True)
-class ShapePlan(Generic[Code]):
-    """The keys or the values of a block by their shape, [layers, pages, page_size, kv_heads, dim].
+class ShapePlan(MatrixPlan[Code]):
+    """The same, with the heads that a row's columns are of, and torch's element type."""
 
-    Pages are counted layer by layer.
-    """
-
-    code: Code
+    heads: int
     dtype: torch.dtype
-    shape: tuple[int, int, int, int, int]
 
     @cached_property
-    def format(self) -> FloatFormat:
-        """The element type."""
-        return FLOATS[str(self.dtype).removeprefix("torch.")]
-
-    @cached_property
-    def pages(self) -> int:
-        """Pages of all layers."""
-        return self.shape[0] * self.shape[1]
-
-    @cached_property
-    def values(self) -> int:
-        """Elements in all."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def page_values(self) -> int:
-        """Elements of a page."""
-        return math.prod(self.shape[2:])
-
-    @cached_property
-    def raw_bytes(self) -> int:
-        """Bytes of the tensor as it is."""
-        return self.values * self.dtype.itemsize
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """[layers, pages, page_size, kv_heads, dim]."""
+        return self.num_layers, self.num_pages, self.rows, self.heads, self.columns // self.heads
 
 
-Shape = tuple[torch.dtype, tuple[int, int, int, int, int]]
-
-
-def shapes(spec: BlockSpec) -> tuple[Shape, Shape]:
-    """Element type and shape of keys and of values, as a ShapePlan takes them."""
-    dtype, lead = getattr(torch, spec.dtype), (spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads)
-    return (dtype, (*lead, spec.key_dim)), (dtype, (*lead, spec.value_dim))
+def shaped(kind: type[ShapeT], spec: BlockSpec, codes: tuple[object, object]) -> tuple[ShapeT, ShapeT]:
+    """Plans of keys and values, whose codes these are."""
+    heads, dtype = spec.num_kv_heads, getattr(torch, spec.dtype)
+    lead = spec.num_layers, spec.num_pages, spec.page_size
+    keys, values = (
+        kind(FLOATS[spec.dtype], code, *lead, heads * dim, heads, dtype)
+        for code, dim in zip(codes, (spec.key_dim, spec.value_dim), strict=True)
+    )
+    return keys, values

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvrail.codec.base import CodecError
@@ -166,6 +167,40 @@ class PayloadPart:
             found.append(stream[start : start + size])
             start += aligned(size)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPart(PayloadPart):
+    """What a payload has of one tensor: sections, then a stream and escapes.
+
+    raw: it travels as it is. words: of 32 bits, of the stream; escapes: values behind it. Both are 0 where raw.
+    """
+
+    plan: Any
+    raw: bool = False
+    words: int = 0
+    escapes: int = 0
+
+    @property
+    def pieces(self) -> tuple[int, int, int]:
+        """The stream, and the escapes' positions and elements."""
+        return 4 * self.words, 4 * self.escapes, self.plan.format.item_bytes * self.escapes
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Words and escapes."""
+        return self.words, self.escapes
+
+    def escapes_of(self, stream: Bytes) -> tuple[npt.NDArray[np.uint32], Bytes]:
+        """Positions, and bytes of the elements, of the escapes; stream: a payload from the tensor's stream on; views.
+
+        Raises CodecError where they are not in order, or one is there twice.
+        """
+        _, found, elements = self.cut(stream)
+        positions = found.view("<u4")
+        if (positions[1:] <= positions[:-1]).any():
+            raise CodecError("escapes are not in order")
+        return positions, elements
 
 
 PartT = TypeVar("PartT", bound=PayloadPart)

@@ -9,9 +9,9 @@ from kvrail.codec.base import Block, Encoding, EncodingStats, PagedBlock, Payloa
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.backend import CheckedCodec
 from kvrail.codec.core.floats import WIDE
-from kvrail.codec.core.gpu import record
+from kvrail.codec.core.gpu import record, wait_for
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.integer.format import INT4, INT8, IntegerCode
+from kvrail.codec.integer.format import INT4, INT8, Codes
 from kvrail.codec.integer.payload import Layout, Part, parse, plans_of, raw_pages_of
 from kvrail.codec.integer.plan import TensorPlan
 from kvrail.codec.integer.torch_ops import dequantise, quantise
@@ -38,9 +38,7 @@ class IntegerEncoding:
 
     def stages(self) -> list[Payload]:
         """Wait for the work and give the one payload."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
+        wait_for(self._event)
         if self._tensors:
             self._add_raw_pages()
             self._tensors = []
@@ -82,16 +80,16 @@ class IntegerCodec(CheckedCodec):
     exact = False
     dtypes = frozenset(WIDE)
 
-    def __init__(self, name: str, code: IntegerCode) -> None:
+    def __init__(self, name: str, codes: Codes) -> None:
         self.name = name
-        self._code = code
+        self._codes = codes
 
     def _encode(self, pages: PagedBlock, on_device: bool) -> Encoding:
-        return IntegerEncoding(pages, plans_of(pages.spec, self._code))
+        return IntegerEncoding(pages, plans_of(pages.spec, self._codes))
 
     def _decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         source = host_bytes(self.name, payloads[0])
-        layout = parse(source, out.spec, self._code)
+        layout = parse(source, out.spec, self._codes)
         uploaded = to_device(source, out.device)
         starts = zip(layout.parts, layout.offsets, layout.streams, strict=True)
         out.scatter(Block(*(_restored(source, uploaded, *each) for each in starts)))

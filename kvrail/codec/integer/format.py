@@ -9,11 +9,10 @@ or the channels of one token and head."""
 
 @dataclass(frozen=True, slots=True)
 class IntegerCode:
-    """Codes of `bits` bits; key_axis, value_axis: CHANNEL or TOKEN."""
+    """Codes of `bits` bits, of keys or of values; axis: CHANNEL or TOKEN."""
 
     bits: int
-    key_axis: int
-    value_axis: int
+    axis: int
 
     @property
     def top(self) -> int:
@@ -21,5 +20,7 @@ class IntegerCode:
         return (1 << self.bits) - 1
 
 
-INT8 = IntegerCode(8, TOKEN, TOKEN)
-INT4 = IntegerCode(4, CHANNEL, TOKEN)
+Codes = tuple[IntegerCode, IntegerCode]
+"""Of keys and of values."""
+INT8: Codes = IntegerCode(8, TOKEN), IntegerCode(8, TOKEN)
+INT4: Codes = IntegerCode(4, CHANNEL), IntegerCode(4, TOKEN)

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.floats import WIDE
-from kvrail.codec.core.plans import shapes
+from kvrail.codec.core.plans import shaped
 from kvrail.codec.core.sections import PairLayout, PayloadPart, check_minima, check_scales, parsed_header
-from kvrail.codec.integer.format import IntegerCode
+from kvrail.codec.integer.format import Codes
 from kvrail.codec.integer.plan import TensorPlan
 
 
@@ -41,15 +41,14 @@ Layout = PairLayout[Part]
 
 
 @lru_cache(maxsize=256)
-def plans_of(spec: BlockSpec, code: IntegerCode) -> tuple[TensorPlan, TensorPlan]:
+def plans_of(spec: BlockSpec, codes: Codes) -> tuple[TensorPlan, TensorPlan]:
     """Plans of keys and values."""
-    keys, values = shapes(spec)
-    return TensorPlan(code, *keys, code.key_axis), TensorPlan(code, *values, code.value_axis)
+    return shaped(TensorPlan, spec, codes)
 
 
-def parse(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
+def parse(payload: Bytes, spec: BlockSpec, codes: Codes) -> Layout:
     """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
-    layout = _parse_header(payload, spec, code)
+    layout = _parse_header(payload, spec, codes)
     layout.check_size(payload)
     for part, start in zip(layout.parts, layout.offsets, strict=True):
         if not part.raw:
@@ -62,12 +61,12 @@ def raw_pages_of(fixed: Bytes, plan: TensorPlan) -> npt.NDArray[np.int64]:
     return np.flatnonzero(fixed[: plan.pages])  # flags are the first section
 
 
-def _parse_header(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
+def _parse_header(payload: Bytes, spec: BlockSpec, codes: Codes) -> Layout:
     raws, (keys, gap, values, other_gap) = parsed_header(payload)
     if gap or other_gap:
         raise CodecError(f"a payload's header has {gap} and {other_gap} where zeros are due")
     parts = []
-    for raw, plan, raw_pages in zip(raws, plans_of(spec, code), (keys, values), strict=True):
+    for raw, plan, raw_pages in zip(raws, plans_of(spec, codes), (keys, values), strict=True):
         if raw_pages if raw else plan.travels_raw(raw_pages):
             raise CodecError(f"a payload has raw {raw} and {raw_pages} raw pages of {plan.pages}")
         parts.append(Part(plan, raw, raw_pages))

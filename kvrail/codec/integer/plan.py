@@ -1,7 +1,6 @@
 """Which values share a minimum and a scale, and where everything of one tensor lies. README.md draws it."""
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -11,11 +10,8 @@ from kvrail.codec.core.sections import Section, aligned, bytes_of, sections_of
 from kvrail.codec.integer.format import IntegerCode
 
 
-@dataclass(frozen=True)
 class TensorPlan(ShapePlan[IntegerCode]):
-    """Groups and sections of the keys or the values of a block. axis: CHANNEL or TOKEN."""
-
-    axis: int
+    """Groups and sections of the keys or the values of a block."""
 
     @cached_property
     def scale_dtype(self) -> torch.dtype:
@@ -34,8 +30,8 @@ class TensorPlan(ShapePlan[IntegerCode]):
 
     @cached_property
     def group_shape(self) -> tuple[int, ...]:
-        """Of minima and scales: `shape` with 1 in the place of `axis`."""
-        return (*self.shape[: self.axis], 1, *self.shape[self.axis + 1 :])
+        """Of minima and scales: `shape` with 1 in the place of the code's axis."""
+        return (*self.shape[: self.code.axis], 1, *self.shape[self.code.axis + 1 :])
 
     @cached_property
     def sections(self) -> dict[str, Section]:

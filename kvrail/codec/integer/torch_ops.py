@@ -15,7 +15,7 @@ def quantise(tensor: torch.Tensor, plan: TensorPlan) -> dict[str, torch.Tensor]:
 
     Flagged pages, which hold a value that is not finite, have zeros in the other sections.
     """
-    low, high = tensor.amin(plan.axis, keepdim=True), tensor.amax(plan.axis, keepdim=True)
+    low, high = tensor.amin(plan.code.axis, keepdim=True), tensor.amax(plan.code.axis, keepdim=True)
     flags = ~(low.isfinite() & high.isfinite()).flatten(2).all(2)  # both are NaN where a value is
     raw = flags.view(*flags.shape, 1, 1, 1)
     low, high = (end.masked_fill(raw, 0) + 0 for end in (low, high))  # of the two zeros the one without a sign

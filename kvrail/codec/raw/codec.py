@@ -9,7 +9,7 @@ import torch
 from kvrail.codec.base import BlockSpec, CodecError, Encoding, EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.backend import CheckedCodec
 from kvrail.codec.core.floats import FLOATS
-from kvrail.codec.core.gpu import record
+from kvrail.codec.core.gpu import record, wait_for
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
 from kvrail.codec.raw import cpu
 
@@ -37,9 +37,7 @@ class RawEncoding:
 
     def stages(self) -> list[Payload]:
         """Wait for the copies; one payload: the buffer, or where it is the host's a view of it."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
+        wait_for(self._event)
         return [self._buffer if self._buffer.is_cuda else self._buffer.numpy().data]
 
     def stats(self) -> EncodingStats:

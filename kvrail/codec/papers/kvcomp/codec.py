@@ -9,11 +9,11 @@ from kvrail.codec.base import Block, Encoding, EncodingStats, PagedBlock, Payloa
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.backend import CheckedCodec
 from kvrail.codec.core.floats import WIDE
-from kvrail.codec.core.gpu import record
+from kvrail.codec.core.gpu import record, wait_for
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.core.sections import joined
+from kvrail.codec.core.sections import StreamPart, joined
 from kvrail.codec.papers.kvcomp.format import BLOCK_CODE, CHANNEL_CODE, KVCompCode
-from kvrail.codec.papers.kvcomp.payload import Layout, Part, escapes_of, parse, plans_of
+from kvrail.codec.papers.kvcomp.payload import Layout, parse, plans_of
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
 from kvrail.codec.papers.kvcomp.torch_ops import dequantise, quantise
 
@@ -29,8 +29,8 @@ class _Tensor:
             self._escapes = found.escapes
             self._host = [_to_host(each) for each in (found.minima, found.scales, found.symbols)]
 
-    def coded(self) -> tuple[Part, bytes, bytes]:
-        """Part, fixed sections and what follows all sections; the work on the device is done."""
+    def coded(self) -> tuple[StreamPart, bytes, bytes]:
+        """StreamPart, fixed sections and what follows all sections; the work on the device is done."""
         if self.plan.uncodable:
             return self._raw()
         from kvrail.codec.papers.kvcomp.cpu import code  # compiles
@@ -38,7 +38,7 @@ class _Tensor:
         minima, scales, symbols = (each.numpy() for each in self._host)
         found = code(symbols, self.plan)
         positions = self._escapes.flatten().nonzero().flatten()
-        part = Part(self.plan, False, found.stream.size, positions.numel())
+        part = StreamPart(self.plan, False, found.stream.size, positions.numel())
         if self.plan.travels_raw(part.words, part.escapes):
             return self._raw()
         elements = self._elements.flatten()[positions].cpu()
@@ -46,8 +46,8 @@ class _Tensor:
         numbers = positions.cpu().numpy().astype("<u4").tobytes()
         return part, joined(fixed), joined((found.stream.tobytes(), numbers, _bytes_of(elements).numpy().tobytes()))
 
-    def _raw(self) -> tuple[Part, bytes, bytes]:
-        return Part(self.plan, True), joined((_bytes_of(self._elements).cpu().numpy().tobytes(),)), b""
+    def _raw(self) -> tuple[StreamPart, bytes, bytes]:
+        return StreamPart(self.plan, raw=True), joined((_bytes_of(self._elements).cpu().numpy().tobytes(),)), b""
 
 
 class KVCompEncoding:
@@ -61,9 +61,7 @@ class KVCompEncoding:
 
     def stages(self) -> list[Payload]:
         """Wait for the work, code the symbols and give the one payload."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
+        wait_for(self._event)
         if self._tensors:
             keys, values = (each.coded() for each in self._tensors)
             parts = keys[0], values[0]
@@ -126,7 +124,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def _restored(part: Part, fixed: Bytes, stream: Bytes, device: torch.device) -> torch.Tensor:
+def _restored(part: StreamPart, fixed: Bytes, stream: Bytes, device: torch.device) -> torch.Tensor:
     """Elements on `device`, shaped as the plan's shape, once their stream has been checked."""
     plan = part.plan
     if part.raw:
@@ -143,7 +141,7 @@ def _restored(part: Part, fixed: Bytes, stream: Bytes, device: torch.device) -> 
         plan,
     )
     if part.escapes:
-        positions, elements = escapes_of(stream, part)
+        positions, elements = part.escapes_of(stream)
         where = to_device(positions.astype(np.int64).view(np.uint8), device).view(torch.int64)
         tensor.view(-1).index_copy_(0, where, to_device(elements, device).view(plan.dtype))
     return tensor

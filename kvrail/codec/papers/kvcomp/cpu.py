@@ -8,9 +8,10 @@ import numpy.typing as npt
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.cpu import on_threads
+from kvrail.codec.core.sections import StreamPart
 from kvrail.codec.papers.kvcomp.codebook import codes_of, decoding_table, lengths_of, packed_lengths
 from kvrail.codec.papers.kvcomp.cpu_kernels import measure_pages, read_pages, write_pages
-from kvrail.codec.papers.kvcomp.payload import Part, tables_of
+from kvrail.codec.papers.kvcomp.payload import tables_of
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
 
 
@@ -26,14 +27,14 @@ class Coded:
 
 def code(symbols: Bytes, plan: TensorPlan) -> Coded:
     """Code symbols, uint8 [values] in the order of the tensor's elements, with the best code of each layer."""
-    by_layer = symbols.reshape(plan.shape[0], -1)
+    by_layer = symbols.reshape(plan.num_layers, -1)
     counts = [np.bincount(layer, minlength=plan.code.symbols).tolist() for layer in by_layer]
     tables = [lengths_of(each) for each in counts]
     bits = np.array(tables, dtype=np.uint8)
     codes = np.array([codes_of(each) for each in tables], dtype=np.uint16)
-    pages = symbols.reshape(plan.pages, plan.page_size, -1)
-    lengths = np.empty((plan.pages, plan.heads, plan.page_size), dtype=np.uint16)
-    layer_pages = plan.shape[1]
+    pages = symbols.reshape(plan.pages, plan.rows, -1)
+    lengths = np.empty((plan.pages, plan.heads, plan.rows), dtype=np.uint16)
+    layer_pages = plan.num_pages
     on_threads(
         lambda first, last: measure_pages(pages, first, last, layer_pages, bits, lengths), plan.pages, plan.raw_bytes
     )
@@ -48,7 +49,7 @@ def code(symbols: Bytes, plan: TensorPlan) -> Coded:
     return Coded(b"".join(map(packed_lengths, tables)), lengths, blocks, stream)
 
 
-def symbols_of(fixed: Bytes, stream: Bytes, part: Part, out: Bytes) -> None:
+def symbols_of(fixed: Bytes, stream: Bytes, part: StreamPart, out: Bytes) -> None:
     """The inverse, into uint8 [values]; fixed: the tensor's fixed sections, checked; stream: the payload from there on.
 
     Raises CodecError where the stream's codes do not end where the vectors do.
@@ -58,11 +59,11 @@ def symbols_of(fixed: Bytes, stream: Bytes, part: Part, out: Bytes) -> None:
     words[:-1] = stream[: 4 * part.words].view("<u4")
     tables = np.stack([decoding_table(each) for each in tables_of(fixed, plan)])
     # Copies, for sections of a payload may lie at any address.
-    lengths = plan.sections["lengths"].of(fixed).copy().view("<u2").reshape(plan.pages, plan.heads, plan.page_size)
+    lengths = plan.sections["lengths"].of(fixed).copy().view("<u2").reshape(plan.pages, plan.heads, plan.rows)
     ends = plan.sections["ends"].of(fixed).copy().view("<u4").reshape(plan.pages, plan.heads)
-    pages = out.reshape(plan.pages, plan.page_size, -1)
+    pages = out.reshape(plan.pages, plan.rows, -1)
     wrong = on_threads(
-        lambda first, last: read_pages(words, first, last, plan.shape[1], tables, lengths, ends, pages),
+        lambda first, last: read_pages(words, first, last, plan.num_pages, tables, lengths, ends, pages),
         plan.pages,
         plan.raw_bytes,
     )

@@ -15,23 +15,8 @@ MOST_DIM = ((1 << 16) - 1) // MAX_BITS
 class TensorPlan(ShapePlan[TensorCode]):
     """Units, blocks and sections of the keys or the values of a block.
 
-    A unit is what shares a scale; a KVComp block is the page of one head, [page_size, dim], and a vector one row of it.
+    A unit is what shares a scale; a KVComp block is the page of one head, [rows, dim], and a vector one row of it.
     """
-
-    @cached_property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.shape[2]
-
-    @cached_property
-    def heads(self) -> int:
-        """KV heads: blocks of a page."""
-        return self.shape[3]
-
-    @cached_property
-    def dim(self) -> int:
-        """Values of a vector."""
-        return self.shape[4]
 
     @cached_property
     def unit_shape(self) -> tuple[int, ...]:
@@ -49,10 +34,10 @@ class TensorPlan(ShapePlan[TensorCode]):
         units, blocks = math.prod(self.unit_shape), self.pages * self.heads
         return sections_of(
             {
-                "tables": self.shape[0] * self.table_bytes,
+                "tables": self.num_layers * self.table_bytes,
                 "minima": units * self.dtype.itemsize,
                 "scales": units * 2,
-                "lengths": blocks * self.page_size * 2,
+                "lengths": blocks * self.rows * 2,
                 "ends": blocks * 4,
             }
         )
@@ -65,7 +50,7 @@ class TensorPlan(ShapePlan[TensorCode]):
     @cached_property
     def uncodable(self) -> bool:
         """Whether the tensor travels raw whatever its data: a count would not fit its field, or sections do not pay."""
-        return self.dim > MOST_DIM or self.values >= 1 << 32 or self.fixed_bytes >= self.raw_bytes
+        return self.shape[4] > MOST_DIM or self.values >= 1 << 32 or self.fixed_bytes >= self.raw_bytes
 
     def travels_raw(self, words: int, escapes: int) -> bool:
         """Whether the tensor travels as it is, because with such a stream and escapes it is no smaller."""

@@ -17,7 +17,6 @@ from kvrail.codec.papers.lynx.payload import (
     RESIDUAL,
     Layout,
     Part,
-    escapes_of,
     places_of,
     travels_raw,
 )
@@ -102,7 +101,7 @@ class _Coded:
     @classmethod
     def of(cls, stage: int, plans: Sequence[TensorPlan]) -> "_Coded":
         """One of a stage whose size does not depend on the data: header and padding are there, sections are not."""
-        layout = Layout((Part(plans[0], stage), Part(plans[1], stage)))
+        layout = Layout((Part(plans[0], stage=stage), Part(plans[1], stage=stage)))
         coded = cls(layout, buffers.take(layout.size))
         layout.complete(coded.memory)
         return coded
@@ -154,7 +153,7 @@ def _encode_exact(
     """
     fixed = np.empty(plan.fixed_bytes[EXACT], dtype=np.uint8)
     if plan.raw:
-        return Part(plan, EXACT), fixed, []
+        return Part(plan, stage=EXACT), fixed, []
     for name in {"scales", "widths"} & plan.sections[EXACT].keys():
         plan.sections[EXACT][name].of(fixed)[:] = plan.sections[RESIDUAL][name].of(coded[RESIDUAL])
     refined = np.empty((plan.num_layers, plan.num_pages, pool.shape[2]), dtype=np.uint8)
@@ -165,8 +164,8 @@ def _encode_exact(
     streams = [each for each in found if each is not None]
     words, escapes = (sum(getattr(each, name).size // 4 for each in streams) for name in ("words", "positions"))
     if len(streams) < len(found) or travels_raw(plan, words, escapes):
-        return Part(plan, EXACT, raw=True), fixed, []
-    return Part(plan, EXACT, words=words, escapes=escapes), fixed, streams
+        return Part(plan, raw=True, stage=EXACT), fixed, []
+    return Part(plan, words=words, escapes=escapes, stage=EXACT), fixed, streams
 
 
 def _encode_range(
@@ -220,7 +219,8 @@ def _decode_exact(pool: Bytes, page_ids: Ints, part: Part, fixed: Bytes, stream:
         decode_exact_pages(pool, page_ids, first, last, geometry, stage, plan.code.reach, fixed, stream[begin:])
 
     on_threads(decode_range, plan.pages, plan.raw_bytes)
-    positions, elements = escapes_of(stream, part)
+    positions, elements = part.escapes_of(stream)
     page, row, column = places_of(positions, plan)
-    matrix = pool.view(f"<u{plan.format.item_bytes}")
-    matrix[page // plan.num_pages, page_ids[page % plan.num_pages], row * plan.columns + column] = elements
+    kind = f"<u{plan.format.item_bytes}"
+    where = page // plan.num_pages, page_ids[page % plan.num_pages], row * plan.columns + column
+    pool.view(kind)[where] = elements.view(kind)

@@ -10,7 +10,7 @@ import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.gpu import byte_pools, copy_stream, record
+from kvrail.codec.core.gpu import byte_pools, copy_stream, record, wait_for
 from kvrail.codec.core.host import host_memory, to_device
 from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.papers.lynx.gpu_launch import (
@@ -36,7 +36,7 @@ class GpuEncoding:
         self._pages, self._plans = pages, plans
         self._pools = byte_pools(pages)
         self._table = pages.page_index()
-        parts = [(Part(plans[0], stage), Part(plans[1], stage)) for stage in (ANCHOR, RESIDUAL)]
+        parts = [(Part(plans[0], stage=stage), Part(plans[1], stage=stage)) for stage in (ANCHOR, RESIDUAL)]
         self._layouts = [Layout(each) for each in parts]
         sizes = [[plan.fixed_bytes[stage] for plan in plans] for stage in (ANCHOR, RESIDUAL)]
         self._bodies = [torch.empty(sum(each), dtype=torch.uint8, device=pages.device) for each in sizes]
@@ -60,8 +60,7 @@ class GpuEncoding:
     def stages(self) -> list[Payload]:
         """Wait for the work and give one payload a stage."""
         if self._bodies:
-            if self._event is not None:
-                self._event.synchronize()
+            wait_for(self._event)
             if self._exact:
                 self._finish_exact()
             for host, layout in zip(self._hosts, self._layouts, strict=True):
@@ -93,15 +92,15 @@ class GpuEncoding:
         parts = []
         for plan, (words, escapes) in zip(self._plans, self._totals.tolist(), strict=True):
             raw = travels_raw(plan, words, escapes)
-            parts.append(Part(plan, EXACT, raw=True) if raw else Part(plan, EXACT, words=words, escapes=escapes))
+            words, escapes = (0, 0) if raw else (words, escapes)
+            parts.append(Part(plan, raw, words, escapes, EXACT))
         layout = Layout((parts[0], parts[1]))
         host = host_memory(layout.size, self._pages.device)
         with torch.cuda.stream(copy_stream(self._pages.device)):
             for number, part in enumerate(parts):
                 self._copy_exact(number, part, host[layout.offsets[number] :], host[layout.streams[number] :])
             event = record(self._pages.device)
-        if event is not None:
-            event.synchronize()
+        wait_for(event)
         self._layouts.append(layout)
         self._hosts.append(host)
 

@@ -12,8 +12,8 @@ from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.plans import matrices
 from kvrail.codec.core.sections import (
     PairLayout,
-    PayloadPart,
     Section,
+    StreamPart,
     aligned,
     check_minima,
     check_scales,
@@ -29,18 +29,10 @@ _INFINITY = 0x7F80
 
 
 @dataclass(frozen=True, slots=True)
-class Part(PayloadPart):
-    """What a stage has of one tensor.
+class Part(StreamPart):
+    """What a stage has of one tensor. EXACT alone has a stream and escapes, or the tensor raw where that is smaller."""
 
-    raw: EXACT brings the tensor as it is, since its stream would not be smaller. words: of 32 bits, of the stream;
-    escapes: values behind it. Both are 0 but in EXACT.
-    """
-
-    plan: TensorPlan
-    stage: int
-    raw: bool = False
-    words: int = 0
-    escapes: int = 0
+    stage: int = ANCHOR
 
     @property
     def sections(self) -> Mapping[str, Section]:
@@ -51,16 +43,6 @@ class Part(PayloadPart):
     def fixed_bytes(self) -> int:
         """Bytes of the sections, padding included."""
         return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes[self.stage]
-
-    @property
-    def pieces(self) -> tuple[int, int, int]:
-        """The stream, and the escapes' positions and elements."""
-        return 4 * self.words, 4 * self.escapes, self.plan.format.item_bytes * self.escapes
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Words and escapes."""
-        return self.words, self.escapes
 
 
 Layout = PairLayout[Part]
@@ -74,10 +56,8 @@ def plans_of(spec: BlockSpec, code: LynxCode) -> tuple[TensorPlan, TensorPlan]:
 
 def travels_raw(plan: TensorPlan, words: int, escapes: int) -> bool:
     """Whether EXACT brings a tensor as it is, because a stream this long with its escapes is no smaller."""
-    return (
-        not plan.raw
-        and plan.fixed_bytes[EXACT] + Part(plan, EXACT, False, words, escapes).variable_bytes >= plan.raw_bytes
-    )
+    part = Part(plan, words=words, escapes=escapes, stage=EXACT)
+    return not plan.raw and part.fixed_bytes + part.variable_bytes >= plan.raw_bytes
 
 
 def parse(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Layout:
@@ -102,12 +82,6 @@ def parse_both(anchors: Bytes, residuals: Bytes, spec: BlockSpec, code: LynxCode
     return layouts
 
 
-def escapes_of(stream: Bytes, part: Part) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.unsignedinteger]]:
-    """Positions and elements of the escapes of a tensor whose stream begins `stream`; views."""
-    _, positions, elements = part.cut(stream)
-    return positions.view("<u4"), elements.view(f"<u{part.plan.format.item_bytes}")
-
-
 def places_of(positions: npt.NDArray[np.uint32], plan: TensorPlan) -> tuple[Ints, Ints, Ints]:
     """Page number, row and column of escapes; `positions` count values tile by tile, row by row, padding included."""
     tile, within = np.divmod(positions.astype(np.int64), plan.rows * plan.tile_columns)
@@ -129,7 +103,7 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -
             raise CodecError(f"a payload has {words} words and {escapes} escapes for {plan.values} values")
         if stage == EXACT and not raw and travels_raw(plan, words, escapes):
             raise CodecError(f"a payload has {words} words and {escapes} escapes, more than pay off")
-        parts.append(Part(plan, stage, raw, words, escapes))
+        parts.append(Part(plan, raw, words, escapes, stage))
     return Layout((parts[0], parts[1]))
 
 
@@ -154,9 +128,7 @@ def _check_escapes(stream: Bytes, part: Part) -> None:
     """Check that escapes lie on values, in order, none twice."""
     if not part.escapes:
         return
-    plan, (positions, _) = part.plan, escapes_of(stream, part)
-    if (positions[1:] <= positions[:-1]).any():
-        raise CodecError("escapes are not in order")
+    plan, (positions, _) = part.plan, part.escapes_of(stream)
     page, _, column = places_of(positions, plan)
     if int(page.max()) >= plan.pages or int(column.max()) >= plan.columns:
         raise CodecError(f"an escape has position {positions.max()}, where there is no value")

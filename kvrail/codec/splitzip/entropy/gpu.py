@@ -15,7 +15,7 @@ import torch
 
 from kvrail.codec.base import BlockSpec, CodecError, EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.gpu import byte_pools, record
+from kvrail.codec.core.gpu import byte_pools, record, wait_for
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
 from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.entropy.format import STATE_WORDS, num_blocks
@@ -95,19 +95,15 @@ class AnsEncoding:
         """Wait for the work, code what is left and give the payloads: one, or one of each stage."""
         if not self._payloads:
             with torch.cuda.stream(self._stream):
-                self._wait()
+                wait_for(self._event)
                 self._payloads = self._finish()
-                self._wait()
+                wait_for(self._event)
             del self._inner, self._buffers, self._batches
         return [payload if self._on_device else payload.numpy().data for payload in self._payloads]
 
     def stats(self) -> EncodingStats:
         """What it came to; after `stages`."""
         return stats_of(self._parts)
-
-    def _wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
 
     def _finish(self) -> list[torch.Tensor]:
         """Launch what completes the payloads."""
@@ -122,7 +118,7 @@ class AnsEncoding:
         if tried:
             self._batches.append(_Batch.launch(inner, tried))
             self._event = record(inner.device)
-            self._wait()
+            wait_for(self._event)
         payloads = self._assemble(layout, inner)
         if not self._on_device:
             payloads = [host_memory(each.numel(), each.device).copy_(each, non_blocking=True) for each in payloads]

@@ -10,7 +10,7 @@ import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.gpu import byte_pools, copy_stream, record
+from kvrail.codec.core.gpu import byte_pools, copy_stream, record, wait_for
 from kvrail.codec.core.host import host_memory, to_device
 from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_decode, launch_encode
@@ -48,8 +48,7 @@ class GpuEncoding:
     def stages(self) -> list[Payload]:
         """Wait for the work, bring the escapes and give the one payload."""
         if not self._parts:
-            if self._event is not None:
-                self._event.synchronize()
+            wait_for(self._event)
             self._finish()
             self._buffers = None
         return [self._host.numpy().data[: self._size]]
@@ -70,8 +69,7 @@ class GpuEncoding:
                 self._copy_dense(layout)
             self._copy_escapes(layout)
             event = record(self._pages.device)
-        if event is not None:
-            event.synchronize()
+        wait_for(event)
         layout.complete(self._host.numpy())
         self._parts, self._size = parts, layout.size
 
