@@ -88,9 +88,9 @@ def test_payloads_equal_the_references_and_restore_every_bit(shape, dtype, code,
     assert encoding.stats().values == sum(plan.values for plan in plans)
     *sources, last = (np.frombuffer(payload, dtype=np.uint8) for payload in payloads)
     layouts = parse_both(*sources, pages.spec, code)
-    gpu.decode_coded(sources[:1], layouts[:1], out)
-    gpu.decode_coded(sources, layouts, out)
-    gpu.decode_exact(last, parse(last, pages.spec, code, EXACT), out)
+    gpu.decode(ANCHOR, sources[:1], layouts[:1], Coding(plans, 3), out)
+    gpu.decode(RESIDUAL, sources, layouts, Coding(plans, 3), out)
+    gpu.decode(EXACT, [last], [parse(last, pages.spec, code, EXACT)], Coding(plans, 3), out)
     assert bits_of(out.pools) == bits_of(wanted.pools)
 
 

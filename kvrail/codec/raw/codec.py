@@ -1,17 +1,16 @@
 """Raw: a block's bytes as they are, in one exact stage. README.md has the layout."""
 
-import importlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from kvrail.codec.base import BlockSpec, CodecError, Encoding, EncodingStats, PagedBlock, Payload
-from kvrail.codec.core.backend import CheckedCodec
+from kvrail.codec.base import CodecError, Encoding, EncodingStats, PagedBlock, Payload
+from kvrail.codec.core.backend import CheckedCodec, backend_of
 from kvrail.codec.core.floats import FLOATS
 from kvrail.codec.core.gpu import record, wait_for
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.raw import cpu
+
+_PACKAGE = "kvrail.codec.raw"
 
 
 class RawEncoding:
@@ -23,16 +22,12 @@ class RawEncoding:
 
     def __init__(self, pages: PagedBlock, on_device: bool) -> None:
         spec = pages.spec
-        self._values = _values_of(spec)
-        if pages.device.type == "cuda":
-            self._buffer = gathered = torch.empty(spec.raw_bytes, dtype=torch.uint8, device=pages.device)
-            _kernels().gather(pages, gathered)
-            if not on_device:
-                self._buffer = host_memory(spec.raw_bytes, pages.device)
-                self._buffer.copy_(gathered, non_blocking=True)
-        else:
-            self._buffer = host_memory(spec.raw_bytes, pages.device)
-            cpu.gather(pages, self._buffer)
+        heads = spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads
+        self._values = heads * (spec.key_dim + spec.value_dim)
+        self._buffer = torch.empty(spec.raw_bytes, dtype=torch.uint8, device=pages.device)
+        backend_of(_PACKAGE, pages.device).gather(pages, self._buffer)
+        if self._buffer.is_cuda and not on_device:
+            self._buffer = host_memory(spec.raw_bytes, pages.device).copy_(self._buffer, non_blocking=True)
         self._event = record(pages.device)
 
     def stages(self) -> list[Payload]:
@@ -59,6 +54,7 @@ class RawCodec(CheckedCodec):
         (payload,) = payloads
         if payload.nbytes != out.spec.raw_bytes:
             raise CodecError(f"a raw payload has {payload.nbytes} bytes; its block has {out.spec.raw_bytes}")
+        backend = backend_of(_PACKAGE, out.device)
         if isinstance(payload, torch.Tensor):
             if (
                 not payload.is_cuda
@@ -70,19 +66,9 @@ class RawCodec(CheckedCodec):
                     f"a raw payload is a tensor of {payload.dtype} on {payload.device}; pages on {out.device} take"
                     " contiguous bytes in host memory or on the same CUDA device"
                 )
-            _kernels().scatter(payload.flatten(), out)
+            backend.scatter(payload.flatten(), out)
         elif out.device.type == "cuda":
-            _kernels().check_pools(out)
-            _kernels().scatter(to_device(host_bytes(self.name, payload), out.device), out)
+            backend.check_pools(out)
+            backend.scatter(to_device(host_bytes(self.name, payload), out.device), out)
         else:
-            cpu.scatter(host_bytes(self.name, payload), out)
-
-
-def _kernels() -> Any:
-    """What does the work on CUDA: imported with the first page there, for it needs triton."""
-    return importlib.import_module("kvrail.codec.raw.gpu")
-
-
-def _values_of(spec: BlockSpec) -> int:
-    """Elements of keys and values."""
-    return spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim)
+            backend.scatter(host_bytes(self.name, payload), out)

@@ -56,39 +56,19 @@ def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
 
 
 def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], coding: Coding, out: PagedBlock) -> None:
-    """Write a stage into `out`. Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous."""
-    if stage == EXACT:
-        decode_exact(payloads[0], layouts[0], out)
-    else:
-        decode_coded(payloads, layouts, out)
-
-
-def decode_coded(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
-    """Write into `out` what the payloads of ANCHOR, or of ANCHOR and RESIDUAL, code; raw tensors where it is ANCHOR.
+    """Write into `out` what ANCHOR, or ANCHOR and RESIDUAL, code, or correct by EXACT what RESIDUAL left there.
 
     Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
     """
     pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
-    for tensor, (pool, part) in enumerate(zip(pools, layouts[ANCHOR].parts, strict=True)):
+    for tensor, (pool, part) in enumerate(zip(pools, layouts[0].parts, strict=True)):
         fixed = [payload[layout.offsets[tensor] :] for payload, layout in zip(payloads, layouts, strict=True)]
-        if not part.plan.raw:
-            _decode_tensor(pool, page_ids, part.plan, fixed)
-        elif len(payloads) == 1:
-            scatter(pool, page_ids, fixed[ANCHOR][: part.plan.raw_bytes])
-
-
-def decode_exact(payload: Bytes, layout: Layout, out: PagedBlock) -> None:
-    """Correct by EXACT what RESIDUAL left in `out`.
-
-    Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
-    """
-    pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
-    for pool, part, start, stream in zip(pools, layout.parts, layout.offsets, layout.streams, strict=True):
-        fixed = payload[start : start + part.fixed_bytes]
-        if part.raw:
-            scatter(pool, page_ids, fixed[: part.plan.raw_bytes])
+        if part.raw or (part.plan.raw and stage == ANCHOR):
+            scatter(pool, page_ids, fixed[0][: part.plan.raw_bytes])
+        elif stage == EXACT and not part.plan.raw:
+            _decode_exact(pool, page_ids, part, fixed[0], payloads[0][layouts[0].streams[tensor] :])
         elif not part.plan.raw:
-            _decode_exact(pool, page_ids, part, fixed, payload[stream:])
+            _decode_tensor(pool, page_ids, part.plan, fixed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from kvrail.codec.papers.lynx.gpu_launch import (
     launch_exact_encode,
 )
 from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, Part, travels_raw
-from kvrail.codec.papers.lynx.plan import Coding, TensorPlan
+from kvrail.codec.papers.lynx.plan import Coding
 
 
 class GpuEncoding:
@@ -131,55 +131,27 @@ def encode(pages: PagedBlock, coding: Coding) -> GpuEncoding:
 
 
 def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], coding: Coding, out: PagedBlock) -> None:
-    """Write a stage into `out`, on the current stream.
+    """Write into `out`, on the current stream, what ANCHOR, or ANCHOR and RESIDUAL, code, or correct it by EXACT.
 
     Raises CodecError, with `out` untouched, where the rows of a page are not contiguous.
     """
-    if stage == EXACT:
-        decode_exact(payloads[0], layouts[0], out)
-    else:
-        decode_coded(payloads, layouts, out)
-
-
-def decode_coded(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
-    """Write into `out`, on the current stream, what the payloads of ANCHOR, or of ANCHOR and RESIDUAL, code.
-
-    Raw tensors are written where it is ANCHOR. Raises CodecError where the rows of a page are not contiguous.
-    """
     pools, table = byte_pools(out), out.page_index()
-    fixed = [_fixed(to_device(each, out.device), layout) for each, layout in zip(payloads, layouts, strict=True)]
-    plans = [part.plan for part in layouts[ANCHOR].parts]
-    for plan, pool, dense in zip(plans, pools, fixed[ANCHOR], strict=True):
-        if plan.raw and len(payloads) == 1:
-            _put_raw(pool, table, dense, plan)
-    launch_decode(pools, table, plans, fixed)
-
-
-def decode_exact(payload: Bytes, layout: Layout, out: PagedBlock) -> None:
-    """Correct by EXACT what RESIDUAL left in `out`, on the current stream.
-
-    Raises CodecError where the rows of a page are not contiguous.
-    """
-    pools, table = byte_pools(out), out.page_index()
-    source = to_device(payload, out.device)
-    tensors = zip(layout.parts, pools, _fixed(source, layout), layout.streams, strict=True)
-    for part, pool, dense, stream in tensors:
-        if part.raw:
-            _put_raw(pool, table, dense, part.plan)
-        elif not part.plan.raw:
-            words = source[stream:][: 4 * part.words].view(torch.int32)
+    sources = [to_device(each, out.device) for each in payloads]
+    fixed = [_fixed(source, layout) for source, layout in zip(sources, layouts, strict=True)]
+    for part, pool, dense, stream in zip(layouts[0].parts, pools, fixed[0], layouts[0].streams, strict=True):
+        if part.raw or (part.plan.raw and stage == ANCHOR):
+            pool.index_copy_(1, table, dense[: part.plan.raw_bytes].view(pool.shape[0], -1, pool.shape[2]))
+        elif stage == EXACT and not part.plan.raw:
+            words = sources[0][stream:][: 4 * part.words].view(torch.int32)
             launch_exact_decode(pool, table, part.plan, dense, words)
-            _put_escapes(source[stream:], part, pool, table)
+            _put_escapes(sources[0][stream:], part, pool, table)
+    if stage != EXACT:
+        launch_decode(pools, table, [part.plan for part in layouts[0].parts], fixed)
 
 
 def _fixed(source: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """The fixed sections of keys and of values."""
     return [source[start:][: part.fixed_bytes] for part, start in zip(layout.parts, layout.offsets, strict=True)]
-
-
-def _put_raw(pool: torch.Tensor, table: torch.Tensor, elements: torch.Tensor, plan: TensorPlan) -> None:
-    """Write a tensor that travels as it is."""
-    pool.index_copy_(1, table, elements[: plan.raw_bytes].view(pool.shape[0], -1, pool.shape[2]))
 
 
 def _put_escapes(stream: torch.Tensor, part: Part, pool: torch.Tensor, table: torch.Tensor) -> None:

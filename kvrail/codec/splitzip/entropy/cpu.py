@@ -51,7 +51,7 @@ class _Blocks:
 
 def encode(pages: PagedBlock, code: WindowCode) -> CpuEncoding:
     """Encode pages in one stage, then code that payload. Raises CodecError where a pool's tensor is not contiguous."""
-    encoding = one_stage.encode(pages, Coding(plans_of(pages.spec, code), (None, None)))
+    encoding = one_stage.encode(pages, Coding(plans_of(pages.spec, code)))
     inner = host_bytes("splitzip-ans", encoding.stages()[0])
     layout = parse_header(inner, pages.spec, plans_of(pages.spec, code))
     pieces = coded_pieces([inner[place] for place in pieces_of(layout)])
@@ -80,7 +80,7 @@ def decode_inner(inner: Bytes, layout: Layout, out: PagedBlock) -> None:
     """
     inner[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
     plans = layout.parts[0].plan, layout.parts[1].plan
-    one_stage.decode(0, [inner], [parse(inner, out.spec, plans)], Coding(plans, (None, None)), out)
+    one_stage.decode(0, [inner], [parse(inner, out.spec, plans)], Coding(plans), out)
 
 
 def coded_pieces(pieces: Sequence[Bytes]) -> list[Bytes]:

@@ -29,7 +29,7 @@ from kvrail.codec.splitzip.entropy.gpu_launch import (
 from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, coded_bytes, head_bytes, pieces_of, places_of
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_decode, launch_encode
 from kvrail.codec.splitzip.tiles.format import WindowCode
-from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, Slots, make_table, parts_of, tiles_of
+from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, make_table, parts_of, tiles_of
 from kvrail.codec.splitzip.tiles.payload import Layout, Part, parse_header, scale_bytes_of, stats_of
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
@@ -173,10 +173,7 @@ def _inner_memory(spec: BlockSpec, plans: Plans, device: torch.device) -> tuple[
     scale_bytes = scale_bytes_of(spec)
     size = HEADER_BYTES + sum(aligned(plan.raw_bytes) for plan in plans) + aligned(scale_bytes)
     inner = torch.zeros(size, dtype=torch.uint8, device=device)
-    dense = sum(plan.fixed_bytes if tiles_of(plan) else 0 for plan in plans)
-    slots = Slots.allocate(plans[0], device), Slots.allocate(plans[1], device)
-    totals = torch.empty((2, 2), dtype=torch.int64, device=device)
-    return inner, EncodeBuffers(inner[HEADER_BYTES : HEADER_BYTES + dense + scale_bytes], slots, totals)
+    return inner, EncodeBuffers.allocate(plans, scale_bytes, device, inner[HEADER_BYTES:])
 
 
 def _code_places(plans: Plans) -> dict[int, slice]:

@@ -43,7 +43,7 @@ class WindowCodec(BackendCodec):
         dtype = pages.spec.dtype
         plans = plans_of(pages.spec, self._codes[dtype])
         if self._codebook is None:
-            return Coding(plans, (None, None))
+            return Coding(plans)
         tops = self._codebook.tops(dtype, "keys", pages.layers), self._codebook.tops(dtype, "values", pages.layers)
         return Coding(plans, tops)
 

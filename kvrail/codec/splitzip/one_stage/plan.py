@@ -14,4 +14,4 @@ class Coding:
     """
 
     plans: tuple[TensorPlan, TensorPlan]
-    tops: tuple[Ints | None, Ints | None]
+    tops: tuple[Ints | None, Ints | None] = (None, None)

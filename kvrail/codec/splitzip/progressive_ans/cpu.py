@@ -30,9 +30,10 @@ from kvrail.codec.splitzip.tiles.payload import parse_header
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
     """Encode keys and values by their plans. Raises CodecError where a pool's tensor is not contiguous."""
-    encoding = one_stage.encode(pages, _coding(plans))
+    uncut = plans[0].whole, plans[1].whole
+    encoding = one_stage.encode(pages, Coding(uncut))
     inner = host_bytes("splitzip-progressive-ans", encoding.stages()[0])
-    layout = parse_header(inner, pages.spec, (plans[0].whole, plans[1].whole))
+    layout = parse_header(inner, pages.spec, uncut)
     pieces = [inner[place] for place in pieces_of(layout)]
     raw = layout.parts[0].raw, layout.parts[1].raw
     later = rest_layout(raw, plans)
@@ -112,8 +113,3 @@ def _join(plan: CutPlan, shown: Bytes, target: Bytes) -> None:
         join_tiles(shown, first, last, *shape, target)
 
     on_threads(on_range, plan.whole.tiles, plan.whole.raw_bytes)
-
-
-def _coding(plans: Plans) -> Coding:
-    """The coding of the payload in one stage."""
-    return Coding((plans[0].whole, plans[1].whole), (None, None))

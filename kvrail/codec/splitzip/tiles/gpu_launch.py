@@ -73,11 +73,14 @@ class EncodeBuffers:
     totals: torch.Tensor
 
     @classmethod
-    def allocate(cls, plans: Plans, scale_bytes: int, device: torch.device) -> Self:
-        """Uninitialised memory for plans of keys and values, and for `scale_bytes` bytes of scales."""
+    def allocate(cls, plans: Plans, scale_bytes: int, device: torch.device, memory: torch.Tensor | None = None) -> Self:
+        """Uninitialised memory for plans of keys and values, and for `scale_bytes` bytes of scales.
+
+        memory: uint8, of whose beginning the body is made, where it is given.
+        """
         size = sum(_dense_bytes(plan) for plan in plans) + scale_bytes
         return cls(
-            torch.empty(size, dtype=torch.uint8, device=device),
+            torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size],
             (Slots.allocate(plans[0], device), Slots.allocate(plans[1], device)),
             torch.empty((2, 2), dtype=torch.int64, device=device),
         )
