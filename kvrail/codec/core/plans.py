@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -10,6 +10,7 @@ from kvrail.codec.base import BlockSpec
 from kvrail.codec.core.floats import FLOATS, FloatFormat
 
 Code = TypeVar("Code")
+GeometryT = TypeVar("GeometryT")
 PlanT = TypeVar("PlanT", bound="MatrixPlan")  # type: ignore[type-arg]
 ShapeT = TypeVar("ShapeT", bound="ShapePlan")  # type: ignore[type-arg]
 
@@ -54,6 +55,15 @@ def matrices(kind: type[PlanT], spec: BlockSpec, code: object) -> tuple[PlanT, P
     """Plans of keys and values."""
     shape = (FLOATS[spec.dtype], code, spec.num_layers, spec.num_pages, spec.page_size)
     return kind(*shape, spec.num_kv_heads * spec.key_dim), kind(*shape, spec.num_kv_heads * spec.value_dim)
+
+
+def geometry(kind: type[GeometryT], plan: Any, **given: int) -> GeometryT:
+    """A named tuple for kernels: `given`, and for all other fields what plan, code or format have of the same name."""
+    made: Any = kind
+    for name in set(made._fields) - given.keys():
+        sources = (plan, plan.code, plan.format)
+        given[name] = next(getattr(each, name.lower()) for each in sources if hasattr(each, name.lower()))
+    return cast(GeometryT, made(**given))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvrail.codec.core.gpu import alignment_of, next_power_of_2
+from kvrail.codec.core.plans import geometry
 from kvrail.codec.papers.lynx.format import LynxCode
 from kvrail.codec.papers.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
 from kvrail.codec.papers.lynx.gpu_kernels import pages_kernel
@@ -69,14 +70,12 @@ class ExactGeometry(NamedTuple):
     @classmethod
     def of(cls, plan: TensorPlan) -> Self:
         """Of keys, or of values."""
-        return cls(
-            MANTISSA_BITS=plan.format.mantissa_bits,
-            ROWS=plan.rows,
+        return geometry(
+            cls,
+            plan,
             ROWS_PADDED=next_power_of_2(plan.rows),
             ROWS_IN_CHUNK=plan.code.chunk,
             ALL_CHUNKS=plan.chunks,
-            COLUMNS=plan.columns,
-            TILE_COLUMNS=plan.tile_columns,
             WIDTH=next_power_of_2(plan.tile_columns),
         )
 
@@ -96,18 +95,16 @@ def width_of(plan: TensorPlan) -> int:
 
 def _geometry(plan: TensorPlan, lanes: int, alignment: int) -> Geometry:
     many = plan.chunks > 1
-    return Geometry(
-        MANTISSA_BITS=plan.format.mantissa_bits,
+    return geometry(
+        Geometry,
+        plan,
         CURVED=int(plan.code.curved),
         ALIGNMENT=alignment,
         LANES=lanes,
-        ROWS=plan.rows,
-        HALF_ROWS=plan.half_rows,
         ROWS_IN_CHUNK=plan.code.chunk if many else plan.half_rows,
         CHUNKS=next_power_of_2(plan.half_rows // plan.code.chunk if many else 1),
         CHUNK=plan.code.chunk if many else next_power_of_2(plan.half_rows),
         ALL_CHUNKS=plan.chunks,
-        COLUMNS=plan.columns,
         WIDTH=width_of(plan),
         PADDED=_is_padded(plan),
     )

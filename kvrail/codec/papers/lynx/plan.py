@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from kvrail.codec.core.plans import MatrixPlan
+from kvrail.codec.core.plans import MatrixPlan, geometry
 from kvrail.codec.core.sections import Section, aligned, bytes_of, sections_of
 from kvrail.codec.papers.lynx.format import LynxCode
 
@@ -120,18 +120,7 @@ class Geometry(NamedTuple):
 @lru_cache(maxsize=256)
 def geometry_of(plan: TensorPlan) -> Geometry:
     """A plan as the CPU's kernels take it."""
-    return Geometry(
-        mantissa_bits=plan.format.mantissa_bits,
-        num_pages=plan.num_pages,
-        rows=plan.rows,
-        columns=plan.columns,
-        chunk=plan.code.chunk,
-        chunks=plan.chunks,
-        half_rows=plan.half_rows,
-        tile_columns=plan.tile_columns,
-        tiles_per_page=plan.tiles_per_page,
-        curved=int(plan.code.curved),
-    )
+    return geometry(Geometry, plan, curved=int(plan.code.curved))
 
 
 @lru_cache(maxsize=256)

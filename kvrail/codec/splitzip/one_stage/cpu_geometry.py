@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+from kvrail.codec.core.plans import geometry
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 
@@ -43,21 +44,12 @@ def geometry_of(plan: TensorPlan) -> Geometry:
     starts = {name: where.offset for name, where in plan.sections.items()}
     widths = plan.significand_planes
     above = 1 if widths[0] == 8 else 0  # the first plane that `low` is not
-    return Geometry(
-        item_bytes=plan.format.item_bytes,
-        mantissa_bits=plan.format.mantissa_bits,
+    return geometry(
+        Geometry,
+        plan,
         exponent_mask=plan.format.exponents - 1,
         field_bits=sum(widths[above:]),
-        code_bits=plan.code.code_bits,
-        window=plan.code.window,
-        position_bits=plan.code.position_bits,
         per_channel=int(plan.code.per_channel),
-        num_pages=plan.num_pages,
-        rows=plan.rows,
-        columns=plan.columns,
-        segment_rows=plan.segment_rows,
-        tile_width=plan.tile_width,
-        tiles_per_page=plan.tiles_per_page,
         low=starts["significand0"],
         field0=starts.get(f"significand{above}", 0),
         field1=starts.get(f"significand{above + 1}", 0),

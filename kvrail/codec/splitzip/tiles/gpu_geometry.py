@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from kvrail.codec.core.floats import FloatFormat
 from kvrail.codec.core.gpu import next_power_of_2
+from kvrail.codec.core.plans import geometry
 from kvrail.codec.splitzip.tiles.format import SEGMENTS, WindowCode
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
@@ -64,20 +65,13 @@ def geometries_of(
 def _geometry(plan: TensorPlan, lanes: int, alignment: int, kept_bits: int) -> Geometry:
     halves = 2 if plan.code.per_channel else 1
     half = next_power_of_2(-(-plan.tile_width // (halves * lanes)))
-    return Geometry(
-        ITEM_BYTES=plan.format.item_bytes,
-        EXPONENT_BITS=plan.format.exponent_bits,
-        MANTISSA_BITS=plan.format.mantissa_bits,
-        CODE_BITS=plan.code.code_bits,
-        WINDOW=plan.code.window,
-        POSITION_BITS=plan.code.position_bits,
+    return geometry(
+        Geometry,
+        plan,
         LANES=lanes,
         ALIGNMENT=alignment,
         HALVES=halves,
-        ROWS=plan.rows,
-        SEGMENT_ROWS=plan.segment_rows,
         SEGMENT_ROWS_PADDED=next_power_of_2(plan.segment_rows),
-        COLUMNS=plan.columns,
         WIDTH=plan.tile_width,
         HALF_PADDED=half,
         PER_PAGE=plan.tiles_per_page,

@@ -63,14 +63,9 @@ class TensorPlan(MatrixPlan[WindowCode]):
         return planes_of(self.code.code_bits)
 
     @cached_property
-    def planes(self) -> dict[str, tuple[int, ...]]:
-        """The fields of a value, in the order in which they travel, and the widths of their planes."""
-        return {"significand": self.significand_planes, "code": self.code_planes}
-
-    @cached_property
     def sections(self) -> dict[str, Section]:
         """The sections whose size does not depend on the data, by name, in order."""
-        sizes = self.plane_sizes(self.planes)
+        sizes = self.plane_sizes({"significand": self.significand_planes, "code": self.code_planes})
         if self.code.per_channel:
             sizes |= {"tops": self.tiles, "drops": self.tiles * self.drop_bytes}
         sizes |= {"counts": 2 * self.tiles, "groups": 8 * self.groups}
