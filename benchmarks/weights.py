@@ -68,12 +68,12 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(bytes_of(tensor).copy()).view(tensor.dtype).reshape(tensor.shape)
 
 
-def ours(sample: Sample, threads: int, static: bool) -> Coder:
-    """The tensor codec; static: chunks share codes."""
+def ours(sample: Sample, threads: int) -> Coder:
+    """The tensor codec."""
     return Coder(
-        "huffman, shared codes" if static else "huffman",
+        "huffman",
         lambda: copy_of(sample.tensor),
-        lambda tensor: HUFFMAN.encode(tensor, base=sample.base, static=static, threads=threads),
+        lambda tensor: HUFFMAN.encode(tensor, base=sample.base, threads=threads),
         lambda packed: HUFFMAN.decode(packed, base=sample.base, threads=threads),
         len,
         lambda tensor: bytes_of(tensor).tobytes(),
@@ -179,7 +179,7 @@ def timed(call: Callable[[Any], Any], prepare: Callable[[], Any], calls: int) ->
 def measure(sample: Sample, threads: int, runs: int) -> list[tuple[str, float, float, float]]:
     """Name, share of the size, GB/s to compress and to decompress of each coder, medians of runs in turn."""
     raw = bytes_of(sample.tensor).tobytes()
-    found = [ours(sample, threads, False), ours(sample, threads, True), zipnn(sample, threads), zstd(sample, threads)]
+    found = [ours(sample, threads), zipnn(sample, threads), zstd(sample, threads)]
     coders = [coder for coder in found if coder is not None]
     packed, calls = [], max(1, RUN_BYTES // len(raw))
     for coder in coders:

@@ -24,7 +24,7 @@ def sealed(container):
     """The same bytes with checksums that fit, as one who forges them would write."""
     data = np.frombuffer(bytes(container), np.uint8).copy()
     planes, ndim, chunks = data[9], data[8], struct.unpack_from("<Q", data, 24)[0]
-    start = payload.HEADER_BYTES + 8 * int(ndim) + (128 * int(planes) if data[6] & 2 else 0)
+    start = payload.HEADER_BYTES + 8 * int(ndim)
     head = start + chunks * (8 + 4 * int(planes))
     rows = data[start + 8 * chunks : head].view("<u4").reshape(chunks, planes)
     at = head
@@ -52,7 +52,6 @@ def guarded_decode(data):
 
 CONTAINERS = {
     "bfloat16": lambda: HUFFMAN.encode(weights().bfloat16()),
-    "static": lambda: HUFFMAN.encode(weights().bfloat16(), static=True),
     "float8": lambda: HUFFMAN.encode((weights() * 5000).to(torch.float8_e4m3fn)),
     "float16": lambda: HUFFMAN.encode(weights().half()),
     "widened": lambda: HUFFMAN.encode(weights().bfloat16().float()),

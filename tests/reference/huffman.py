@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from kvrail.codec.huffman.format import Format
 
 MAX_BITS, STREAMS = 12, 6
-RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)
+RAW, CONSTANT, HUFFMAN, SPARSE, FIELDS = 0, 1, 2, 4, 5
 LEAST_SAVING = 32
 LINE, SAMPLED, SAMPLE_LEAST = 64, 5, 1 << 14
 MOST_SHIFT, DEAREST, NOTHING, ENOUGH = 1, 300, 2000, 5
@@ -207,7 +207,7 @@ def _decode_fields(coded: bytes, size: int) -> bytes:
             field = coded[at + place % step] >> part * (place // step) & ((1 << part) - 1)
             whole[place] |= field << (shift + low)
         at += step
-    for place, rest in enumerate(decode_plane(coded[2], coded[at:], size, {})):
+    for place, rest in enumerate(decode_plane(coded[2], coded[at:], size)):
         whole[place] |= rest >> shift << (shift + bits) | rest & ((1 << shift) - 1)
     return bytes(whole)
 
@@ -240,27 +240,25 @@ def encode_plane(plane: bytes) -> tuple[int, bytes]:
     return encode_block(plane)
 
 
-def decode_plane(mode: int, coded: bytes, size: int, static: dict[int, int]) -> bytes:
-    """`size` bytes of a plane or block; static: the lengths that chunks share."""
+def decode_plane(mode: int, coded: bytes, size: int) -> bytes:
+    """`size` bytes of a plane or block."""
     if mode == RAW:
         return coded
     if mode == CONSTANT:
         return coded * size
     if mode == SPARSE:
         found, mark_size = int.from_bytes(coded[4:8], "little"), int.from_bytes(coded[8:12], "little")
-        marks = decode_plane(coded[1], coded[12 : 12 + mark_size], -(-size // 8), {})
-        rest = iter(decode_plane(coded[2], coded[12 + mark_size :], found, {}))
+        marks = decode_plane(coded[1], coded[12 : 12 + mark_size], -(-size // 8))
+        rest = iter(decode_plane(coded[2], coded[12 + mark_size :], found))
         return bytes(next(rest) if marks[at // 8] >> (at % 8) & 1 else coded[0] for at in range(size))
     if mode == FIELDS:
         return _decode_fields(coded, size)
-    lengths = static
-    if mode == HUFFMAN:
-        first, last = coded[0], coded[1]
-        table, coded = coded[2 : 2 + (last - first + 2) // 2], coded[2 + (last - first + 2) // 2 :]
-        lengths = {
-            symbol: table[(symbol - first) // 2] >> 4 * ((symbol - first) % 2) & 15 for symbol in range(first, last + 1)
-        }
-        lengths = {symbol: bits for symbol, bits in lengths.items() if bits}
+    first, last = coded[0], coded[1]
+    table, coded = coded[2 : 2 + (last - first + 2) // 2], coded[2 + (last - first + 2) // 2 :]
+    lengths = {
+        symbol: table[(symbol - first) // 2] >> 4 * ((symbol - first) % 2) & 15 for symbol in range(first, last + 1)
+    }
+    lengths = {symbol: bits for symbol, bits in lengths.items() if bits}
     codes = codes_of(lengths)
     head = 4 * (STREAMS - 1)
     streams = coded[head:]

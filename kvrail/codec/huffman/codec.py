@@ -1,16 +1,15 @@
 """Tensors to containers and back: entropy-coded byte planes, exponents apart from signs and mantissas (README.md)."""
 
-import math
-
 import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest as digest
 
 from kvrail.codec.base import CodecError, Payload
+from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.huffman import cpu
 from kvrail.codec.huffman.format import FORMATS, Format
-from kvrail.codec.huffman.payload import MAGIC, MAX_DIMENSIONS, Bytes, Layout, parse
+from kvrail.codec.huffman.payload import MAGIC, MAX_DIMENSIONS, Layout, parse
 
 
 class HuffmanCodec:
@@ -20,14 +19,12 @@ class HuffmanCodec:
     magic = MAGIC
     dtypes = frozenset(FORMATS)
 
-    def encode(
-        self, tensor: torch.Tensor, *, base: torch.Tensor | None = None, static: bool = False, threads: int = 0
-    ) -> memoryview:
+    def encode(self, tensor: torch.Tensor, *, base: torch.Tensor | None = None, threads: int = 0) -> memoryview:
         """A container of `tensor`, of any shape, read-only.
 
         base: a tensor of the same shape and type, such as an earlier checkpoint's: what travels is their exclusive or,
-        and decoding takes the same base. static: chunks share one code where it suits them: fewer tables to make, but
-        no fields. threads: 0: one a core, up to eight. What lies on a device is copied to the host first.
+        and decoding takes the same base. threads: 0: one a core, up to eight. What lies on a device is copied to the
+        host first.
         Raises CodecError where the type is none of `dtypes`, or the base does not fit.
         """
         format = self._format(tensor)
@@ -35,7 +32,7 @@ class HuffmanCodec:
             raise CodecError(f"the base is {_describe(base)}, the tensor {_describe(tensor)}; give a base of the same")
         taken_off = None if base is None else _raw(base)
         shape, workers = tuple(tensor.shape), threads or cpu.default_threads()
-        return cpu.encode(format, shape, _raw(tensor), taken_off, static=static, threads=workers)
+        return cpu.encode(format, shape, _raw(tensor), taken_off, threads=workers)
 
     def encode_bytes(self, raw: Bytes, dtype: str, *, base: Bytes | None = None, threads: int = 0) -> memoryview:
         """A container of a flat tensor of `dtype` that has these bytes, uint8; the rest as in `encode`.
@@ -48,7 +45,7 @@ class HuffmanCodec:
         if base is not None and base.size != raw.size:
             raise CodecError(f"the base has {base.size} bytes, the tensor {raw.size}; give a base of the same size")
         shape, workers = (raw.size // format.item_bytes,), threads or cpu.default_threads()
-        return cpu.encode(format, shape, raw, base, static=False, threads=workers)
+        return cpu.encode(format, shape, raw, base, threads=workers)
 
     def decode(self, payload: Payload, *, base: torch.Tensor | None = None, threads: int = 0) -> torch.Tensor:
         """The tensor of a container, in host memory. Raises CodecError that says what is wrong with it."""
@@ -72,26 +69,6 @@ class HuffmanCodec:
         cpu.decode(layout, source, _base(layout, base), aligned, threads=threads or cpu.default_threads())
         if aligned is not out:
             out[:] = aligned
-
-    def decode_range(
-        self, payload: Payload, start: int, stop: int, *, base: torch.Tensor | None = None, threads: int = 0
-    ) -> torch.Tensor:
-        """Elements `start` to `stop` of the flattened tensor, in one dimension; only chunks that have them are decoded.
-
-        Raises CodecError as `decode`, and where there are no such elements.
-        """
-        source = host_bytes(self.name, payload)
-        layout = parse(source)
-        if not 0 <= start <= stop <= math.prod(layout.shape):
-            raise CodecError(f"elements {start} to {stop} are not in a tensor of {math.prod(layout.shape)}")
-        item, size = layout.format.item_bytes, layout.chunk_bytes
-        chunks = range(start * item // size, -(-stop * item // size) if start < stop else start * item // size)
-        first = chunks.start * size
-        out = cpu.fresh(max(0, min(chunks.stop * size, layout.raw_bytes) - first))
-        taken_off = _base(layout, None if base is None else _raw(base))
-        cpu.decode(layout, source, taken_off, out, chunks=chunks, threads=threads or cpu.default_threads())
-        part = torch.from_numpy(out)[start * item - first : stop * item - first]
-        return part.view(getattr(torch, layout.format.name))
 
     def _format(self, tensor: torch.Tensor) -> Format:
         name = str(tensor.dtype).removeprefix("torch.")

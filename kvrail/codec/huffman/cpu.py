@@ -13,21 +13,15 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as digest
 
 from kvrail.codec.base import CodecError
+from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.cpu import usable_cores
 from kvrail.codec.huffman.cpu_block_kernels import STREAMS
-from kvrail.codec.huffman.cpu_chunk_kernels import (
-    HELD,
-    count_chunks,
-    decode_chunks,
-    encode_chunks,
-    static_lengths,
-    static_tables,
-)
+from kvrail.codec.huffman.cpu_chunk_kernels import HELD, decode_chunks, encode_chunks
 from kvrail.codec.huffman.cpu_code_kernels import WINDOW
 from kvrail.codec.huffman.cpu_coded_kernels import RAW
 from kvrail.codec.huffman.cpu_digest_kernels import SHORT
 from kvrail.codec.huffman.format import Format
-from kvrail.codec.huffman.payload import SIZE_BITS, Bytes, Layout, chunks_of
+from kvrail.codec.huffman.payload import SIZE_BITS, Layout, chunks_of
 
 _MAX_THREADS = 8
 _ALIGNMENT = 64
@@ -236,27 +230,17 @@ def _frozen(data: Bytes, word_bytes: int = 1) -> Bytes:
 _NOTHING = _frozen(np.empty(0, np.uint8))
 
 
-def encode(
-    format: Format, shape: tuple[int, ...], raw: Bytes, base: Bytes | None, *, static: bool, threads: int
-) -> memoryview:
-    """Code a tensor's bytes: the whole container, read-only.
-
-    raw, base: uint8, as many. static: one code a plane for all chunks that it suits, at the cost of a pass more.
-    """
+def encode(format: Format, shape: tuple[int, ...], raw: Bytes, base: Bytes | None, *, threads: int) -> memoryview:
+    """Code a tensor's bytes: the whole container, read-only. raw, base: uint8, as many."""
     raw, taken_off = (_frozen(data, format.word_bytes) for data in (raw, _NOTHING if base is None else base))
     size, chunk_bytes = raw.size, format.word_bytes << format.chunk_bits
     chunks, words = chunks_of(size, chunk_bytes), min(chunk_bytes, max(size, 1)) // format.word_bytes + 1
     item = format.word_bytes
-    lengths = np.zeros((item, 256), np.uint8)
-    static &= size > 0
-    if static:
-        _measure(raw, taken_off, format, threads, lengths)
     layout = Layout(
         format,
         shape,
         format.chunk_bits,
         None if base is None else digest(base.data),
-        lengths if static else None,
         np.zeros((chunks, item), np.uint32),
         np.zeros(chunks, np.uint64),
     )
@@ -264,7 +248,7 @@ def encode(
     out = np.empty(head_bytes + size, np.uint8)  # the system gives only the pages that are written
     places, numbers = np.full(chunks + 1, -1, np.int64), np.zeros(1, np.int64)
     places[0] = head_bytes
-    tensor, index = (raw, taken_off, item, format.rotated, lengths), (layout.rows, layout.digests, places, out)
+    tensor, index = (raw, taken_off, item, format.rotated), (layout.rows, layout.digests, places, out)
 
     def work(room: Room) -> bool:
         more: bool = encode_chunks(*tensor, room, chunk_bytes, numbers, most, *index)
@@ -277,72 +261,35 @@ def encode(
     return out[: int(places[-1])].data.toreadonly()
 
 
-def _measure(raw: Bytes, base: Bytes, format: Format, threads: int, lengths: Bytes) -> None:
-    """Find the codes that chunks share."""
-    item, chunk_bytes = format.word_bytes, format.word_bytes << format.chunk_bits
-    numbers, most, found = np.zeros(1, np.int64), max(1, _CALL_BYTES // chunk_bytes), []
-
-    def work(room: Room) -> bool:
-        counts = np.zeros((item, 256), np.int64)
-        found.append(counts)
-        more: bool = count_chunks(raw, base, item, format.rotated, room, chunk_bytes, numbers, most, counts)
-        return more
-
-    words = min(chunk_bytes, max(raw.size, 1)) // item + 1
-    _on_threads(_useful(threads, chunks_of(raw.size, chunk_bytes)), item, words, work)
-    for plane, total in enumerate(np.sum(found, axis=0)):
-        static_lengths(total, lengths[plane])
-
-
-def decode(
-    layout: Layout, source: Bytes, base: Bytes | None, out: Bytes, *, chunks: range | None = None, threads: int
-) -> None:
-    """Decode `chunks`, all of them by default, into `out`, uint8, the bytes of these chunks.
+def decode(layout: Layout, source: Bytes, base: Bytes | None, out: Bytes, *, threads: int) -> None:
+    """Decode all chunks into `out`, uint8, the bytes of the tensor.
 
     source: the whole container, that `layout` was read from. base: the bytes of the whole base, or None. `out` begins
     where words may. Writes nothing outside it; raises CodecError that names the chunk that is damaged, and then what
     `out` has means nothing.
     """
-    chunks = range(len(layout.digests)) if chunks is None else chunks
-    item, size = layout.format.word_bytes, layout.chunk_bytes
-    taken_off = _NOTHING if base is None else _frozen(base[chunks.start * size : chunks.stop * size], item)
-    ends, sizes = layout.ends, layout.sizes[chunks.start : chunks.stop]
-    start = layout.head_bytes + (int(ends[chunks.start - 1]) if chunks.start else 0)
-    coded, ends = _frozen(source[start:]), ends[chunks.start : chunks.stop] - (start - layout.head_bytes)
-    rows, digests = layout.rows[chunks.start : chunks.stop], layout.digests[chunks.start : chunks.stop]
+    chunks, item, size = len(layout.digests), layout.format.word_bytes, layout.chunk_bytes
+    taken_off = _NOTHING if base is None else _frozen(base, item)
+    ends, sizes, rows, digests = layout.ends, layout.sizes, layout.rows, layout.digests
+    coded = _frozen(source[layout.head_bytes :])
     damaged = "chunk {} of {} does not match its checksum: the container is damaged"
     for chunk in (sizes <= SHORT).nonzero()[0]:
         if digest(coded[ends[chunk] - sizes[chunk] : ends[chunk]].data) != digests[chunk]:
-            raise CodecError(damaged.format(chunks.start + chunk, len(layout.digests)))
-    useful = _useful(threads, len(chunks))
+            raise CodecError(damaged.format(chunk, chunks))
+    useful = _useful(threads, chunks)
     if useful > 1 and item == 1 and base is None:
         none_shrank = len(coded) == out.size  # so no chunk needs to be looked at
-        plain = len(chunks) if none_shrank else int(np.count_nonzero(rows >> SIZE_BITS == RAW))
-        useful = _useful(threads, len(chunks) - plain + plain // _PLAIN)
+        plain = chunks if none_shrank else int(np.count_nonzero(rows >> SIZE_BITS == RAW))
+        useful = _useful(threads, chunks - plain + plain // _PLAIN)
     numbers, most, past_caches = np.zeros(1, np.int64), max(1, _CALL_BYTES // size), out.size >= _MUCH * useful
-    index = (coded, ends, digests, rows, *_shared_tables(layout), taken_off, item, layout.format.rotated)
+    index = (coded, ends, digests, rows, taken_off, item, layout.format.rotated)
 
     def work(room: Room) -> bool:
         wrong, more = decode_chunks(*index, room, size, past_caches, numbers, most, out)
         if wrong < 0:
             return bool(more)
         if not more:
-            raise CodecError(damaged.format(chunks.start + wrong, len(layout.digests)))
-        raise CodecError(
-            f"chunk {chunks.start + wrong} of {len(layout.digests)} does not decode; the encoder is at fault"
-        )
+            raise CodecError(damaged.format(wrong, chunks))
+        raise CodecError(f"chunk {wrong} of {chunks} does not decode; the encoder is at fault")
 
     _on_threads(useful, item, min(size, max(out.size, 1)) // item + 1, work)
-
-
-def _shared_tables(layout: Layout) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint64]]:
-    """Tables of the codes that chunks share, as decode_chunk takes them. Raises CodecError."""
-    planes = layout.format.word_bytes
-    columns = 0 if layout.static is None else WINDOW
-    singles, levels = np.empty((planes, columns), np.uint16), np.empty((planes, 2 * columns), np.uint64)
-    if layout.static is None:
-        return singles, levels
-    for plane, lengths in enumerate(layout.static):
-        if not static_tables(lengths, singles[plane], levels[plane]):
-            raise CodecError(f"the shared code of byte plane {plane} is no prefix code: the container is damaged")
-    return singles, levels

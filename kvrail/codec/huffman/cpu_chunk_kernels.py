@@ -17,8 +17,7 @@ from numba import uint32 as u32
 from numba import uint64 as u64
 
 from kvrail.codec.core.cpu_compile import compiled_when_called
-from kvrail.codec.huffman.cpu_block_kernels import copy_bytes, count_bytes
-from kvrail.codec.huffman.cpu_code_kernels import code_lengths, write_tables
+from kvrail.codec.huffman.cpu_block_kernels import copy_bytes
 from kvrail.codec.huffman.cpu_coded_kernels import RAW
 from kvrail.codec.huffman.cpu_digest_kernels import SHORT, copied_digest, long_digest
 from kvrail.codec.huffman.cpu_plane_kernels import decode_plane, encode_plane
@@ -27,7 +26,7 @@ from kvrail.codec.huffman.cpu_word_kernels import bytes_at
 
 HELD = 4
 """Coded chunks that a thread holds until it is known where they begin: until those before are coded."""
-KERNELS = "11ec09a14a64715e"
+KERNELS = "66c982f12c51549c"
 """XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
 
 
@@ -136,45 +135,27 @@ def _part(whole, chunk, chunk_bytes):
     return whole[chunk * chunk_bytes : min((chunk + 1) * chunk_bytes, whole.size)]
 
 
-@compiled_when_called
-def count_chunks(raw, base, item, rotated, room, chunk_bytes, numbers, most, counts):
-    """Add the bytes of chunks' planes to `counts`, int64 [item, 256]; whether there may be more. As encode_chunks."""
-    own, chunks = np.empty(256, np.int64), (raw.size + chunk_bytes - 1) // chunk_bytes
-    for _ in range(most):
-        chunk = take(numbers)
-        if chunk >= chunks:
-            return False
-        part = _part(raw, chunk, chunk_bytes)
-        planes = room.planes[:, : part.size // item]
-        _split_chunk(part, _part(base, chunk, chunk_bytes), item, rotated, planes)
-        for plane in range(item):
-            count_bytes(planes[plane], own)
-            counts[plane] += own
-    return True
-
-
 @njit(nogil=True)
-def _encode_chunk(raw, base, item, rotated, static, room, row, coded):
+def _encode_chunk(raw, base, item, rotated, room, row, coded):
     """Code a chunk, no larger than it is, into `coded`; its size. As encode_chunks."""
     planes = room.planes[:, : raw.size // item]
     _split_chunk(raw, base, item, rotated, planes)
     written = 0
     for plane in range(item):
-        mode, size = encode_plane(planes[plane], static[plane], room, coded[written:])
+        mode, size = encode_plane(planes[plane], room, coded[written:])
         row[plane] = u32(size | mode << 28)
         written += size
     return written
 
 
 @compiled_when_called
-def encode_chunks(raw, base, item, rotated, static, room, chunk_bytes, numbers, most, rows, digests, places, out):
+def encode_chunks(raw, base, item, rotated, room, chunk_bytes, numbers, most, rows, digests, places, out):
     """Code chunks that no other thread has taken, `most` of them, one behind the other; whether there may be more.
 
     raw: uint8 [n * item], aligned: words of item bytes (1, 2, 4 or 8); base: as many or none: what is taken off by
-    exclusive or. rotated: whether words are rotated left by one bit first. static: uint8 [item, 256], lengths of codes
-    that need not be written, 0 where there are none. numbers: int64 [1], the next chunk. rows: uint32 [chunks, item],
-    get each plane's size and, from bit 28 on, its mode; digests: uint64 [chunks], but for SHORT bytes and less; places:
-    int64 [chunks + 1], where in `out` each begins, the first one known, the others -1.
+    exclusive or. rotated: whether words are rotated left by one bit first. numbers: int64 [1], the next chunk. rows:
+    uint32 [chunks, item], get each plane's size and, from bit 28 on, its mode; digests: uint64 [chunks], but for SHORT
+    bytes and less; places: int64 [chunks + 1], where in `out` each begins, the first one known, the others -1.
     """
     chunks = places.size - 1
     held, sizes = np.empty(HELD, np.int64), np.empty(HELD, np.int64)
@@ -186,7 +167,7 @@ def encode_chunks(raw, base, item, rotated, static, room, chunk_bytes, numbers, 
             line = (first + count) % HELD
             part, taken_off = _part(raw, chunk, chunk_bytes), _part(base, chunk, chunk_bytes)
             held[line] = chunk
-            sizes[line] = _encode_chunk(part, taken_off, item, rotated, static, room, rows[chunk], room.coded[line])
+            sizes[line] = _encode_chunk(part, taken_off, item, rotated, room, rows[chunk], room.coded[line])
             count += 1
         while count and (chunk >= chunks or count == HELD or is_known(places, held[first])):
             done, size = held[first], sizes[first]
@@ -202,11 +183,10 @@ def encode_chunks(raw, base, item, rotated, static, room, chunk_bytes, numbers, 
 
 
 @njit(nogil=True)
-def _decode_chunk(source, row, singles, levels, base, item, rotated, room, raw):
+def _decode_chunk(source, row, base, item, rotated, room, raw):
     """Fill `raw` from a coded chunk; the number of the first plane that does not fit, or -1 where all do.
 
-    singles, levels: tables of the codes that are not written, [item, WINDOW] and [item, 2 * WINDOW]; no columns where
-    there are none. The sizes in `row` add up to `source`. The rest as in encode_chunk.
+    The sizes in `row` add up to `source`. The rest as in encode_chunks.
     """
     values = raw.size // item
     planes = room.planes[:, :values]
@@ -220,7 +200,7 @@ def _decode_chunk(source, row, singles, levels, base, item, rotated, room, raw):
             places[plane] = coded.ctypes.data
         else:
             places[plane] = target.ctypes.data
-            if not decode_plane(coded, mode, singles[plane], levels[plane], room, target):
+            if not decode_plane(coded, mode, room, target):
                 return plane
         read += size
     _join_chunk(places, base, item, rotated, raw)
@@ -234,9 +214,7 @@ def _is_plain(row, base, raw):
 
 
 @compiled_when_called
-def decode_chunks(
-    source, ends, digests, rows, singles, levels, base, item, rotated, room, size, past_caches, numbers, most, raw
-):
+def decode_chunks(source, ends, digests, rows, base, item, rotated, room, size, past_caches, numbers, most, raw):
     """Fill `raw` with chunks that no other thread has taken, `most` of them, each checked against its digest.
 
     Checked before it is decoded; what is only copied, as it is, for reading memory twice takes longer than the rest.
@@ -259,19 +237,7 @@ def decode_chunks(
         if found != digests[chunk]:
             stop_all(numbers, ends.size)
             return chunk, False
-        if not copied and _decode_chunk(coded, row, singles, levels, taken_off, item, rotated, room, part) >= 0:
+        if not copied and _decode_chunk(coded, row, taken_off, item, rotated, room, part) >= 0:
             stop_all(numbers, ends.size)
             return chunk, True
     return -1, True
-
-
-@compiled_when_called
-def static_lengths(counts, lengths):
-    """Lengths of an optimal code for these counts, int64 [256] to uint8 [256]; how many symbols occur."""
-    return code_lengths(counts, lengths)
-
-
-@compiled_when_called
-def static_tables(lengths, singles, levels):
-    """Tables of a code, uint16 [WINDOW] and uint64 [2 * WINDOW]; False where the lengths are no prefix code."""
-    return write_tables(lengths, singles, levels)

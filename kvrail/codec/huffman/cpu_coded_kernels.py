@@ -1,4 +1,4 @@
-"""A block of bytes as it is, as one byte that all are, or coded: table, ends and streams. Modes 0 to 3 of README.md.
+"""A block of bytes as it is, as one byte that all are, or coded: table, ends and streams. Modes 0 to 2 of README.md.
 
 All lengths come from outside: what does not fit is refused.
 """
@@ -14,7 +14,7 @@ from numba import uint8 as u8
 from kvrail.codec.huffman.cpu_block_kernels import STREAMS, copy_bytes, read_streams, write_streams
 from kvrail.codec.huffman.cpu_code_kernels import WINDOW, code_lengths, write_codes, write_tables
 
-RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)
+RAW, CONSTANT, HUFFMAN, SPARSE, FIELDS = 0, 1, 2, 4, 5
 """How a block of bytes is coded."""
 LEAST_SAVING = 32
 """A block is coded if that saves at least one byte in 32: less is not worth the time of decoding."""
@@ -95,11 +95,8 @@ def _read_lengths(source, lengths):
 
 
 @njit(nogil=True)
-def encode_block(source, counts, static, room, target):
-    """Write a block no larger than `source` into `target`; its mode and its size.
-
-    static: lengths of a code that need not be written, all 0 where there is none.
-    """
+def encode_block(source, counts, room, target):
+    """Write a block no larger than `source` into `target`; its mode and its size."""
     size = source.size
     lengths = np.empty(256, np.uint8)
     if entropy_bits(counts, size) > 8 * (size - size // LEAST_SAVING):
@@ -110,21 +107,16 @@ def encode_block(source, counts, static, room, target):
         return CONSTANT, 1
     first, last = _table_range(lengths)
     table = 2 + (last - first + 2) // 2
-    mode, bits = HUFFMAN, coded_bits(counts, lengths)
-    static_bits = coded_bits(counts, static)
-    if 0 <= static_bits <= bits + bits // 256 + 8 * table:
-        mode, bits, table = STATIC, static_bits, 0
-        lengths[:] = static
-    if table + _ENDS + bits // 8 + STREAMS > size - size // LEAST_SAVING:
+    if table + _ENDS + coded_bits(counts, lengths) // 8 + STREAMS > size - size // LEAST_SAVING:
         copy_bytes(source, target)
         return RAW, size
-    return mode, write_block(source, lengths, mode == HUFFMAN, room, target)
+    return HUFFMAN, write_block(source, lengths, room, target)
 
 
 @njit(nogil=True)
-def write_block(source, lengths, with_table, room, target):
-    """Code `source`: its table, or none, ends and streams; the size, which may be more than `target` has."""
-    table = _write_lengths(lengths, target) if with_table else 0
+def write_block(source, lengths, room, target):
+    """Code `source`: its table, ends and streams; the size, which may be more than `target` has."""
+    table = _write_lengths(lengths, target)
     write_codes(lengths, room.codes)
     ends = write_streams(source, room.codes, room.streams, target[table + _ENDS :])
     for stream in range(STREAMS - 1):
@@ -148,7 +140,7 @@ def _decode_streams(source, singles, runs, target):
 
 
 @njit(nogil=True)
-def decode_block(source, mode, static_singles, static_levels, room, target):
+def decode_block(source, mode, room, target):
     """Fill `target` from a block; False where it does not fit."""
     size = target.size
     if mode == RAW:
@@ -161,14 +153,8 @@ def decode_block(source, mode, static_singles, static_levels, room, target):
             return False
         target[:] = source[0]
         return True
-    table = 0
-    singles, levels = static_singles, static_levels
-    if mode == HUFFMAN:
-        lengths = np.empty(256, np.uint8)
-        table = _read_lengths(source, lengths)
-        if table < 0 or not write_tables(lengths, room.singles, room.levels):
-            return False
-        singles, levels = room.singles, room.levels
-    elif mode != STATIC or singles.size == 0:
+    lengths = np.empty(256, np.uint8)
+    table = _read_lengths(source, lengths) if mode == HUFFMAN else -1
+    if table < 0 or not write_tables(lengths, room.singles, room.levels):
         return False
-    return _decode_streams(source[table:], singles, levels[WINDOW:], target)
+    return _decode_streams(source[table:], room.singles, room.levels[WINDOW:], target)

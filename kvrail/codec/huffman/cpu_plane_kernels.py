@@ -100,7 +100,7 @@ def gather_words(source, commonest, marks, rest):
 @njit(nogil=True)
 def _encode_sparse(source, counts, commonest, room, target):
     """Marks of the bytes that are not the commonest, then those bytes; the size, or -1 where that is not smaller."""
-    none, size = np.zeros(256, np.uint8), source.size
+    size = source.size
     marks, rest = room.spare[0, : (size + 7) // 8], room.spare[1]
     marked = gather_words(source, commonest, marks, rest) if DEPOSITS else gather_bits(source, commonest, marks, rest)
     if size & 7:
@@ -113,13 +113,13 @@ def _encode_sparse(source, counts, commonest, room, target):
     found = int64(marked)
     mark_counts = np.empty(256, np.int64)
     count_bytes(marks, mark_counts)
-    mark_mode, mark_size = encode_block(marks, mark_counts, none, room, target[SPARSE_HEADER:])
+    mark_mode, mark_size = encode_block(marks, mark_counts, room, target[SPARSE_HEADER:])
     start = SPARSE_HEADER + mark_size
     rest_counts = counts.copy()
     rest_counts[commonest] = 0
     if start + found > size:
         return -1
-    rest_mode, rest_size = encode_block(rest[:found], rest_counts, none, room, target[start:])
+    rest_mode, rest_size = encode_block(rest[:found], rest_counts, room, target[start:])
     target[0], target[1], target[2], target[3] = u8(commonest), u8(mark_mode), u8(rest_mode), u8(0)
     write_number(target, 4, found)
     write_number(target, 8, mark_size)
@@ -177,7 +177,7 @@ def _scatter(marks, rest, commonest, target):
 
 
 @njit(nogil=True)
-def _decode_sparse(source, none_singles, none_levels, room, target):
+def _decode_sparse(source, room, target):
     """Fill `target`; False where the block does not fit."""
     if source.size < SPARSE_HEADER:
         return False
@@ -186,9 +186,9 @@ def _decode_sparse(source, none_singles, none_levels, room, target):
         return False
     marks, rest = room.spare[0, : (target.size + 7) // 8], room.spare[1, :found]
     body = source[SPARSE_HEADER:]
-    if not decode_block(body[:mark_size], int64(source[1]), none_singles, none_levels, room, marks):
+    if not decode_block(body[:mark_size], int64(source[1]), room, marks):
         return False
-    if not decode_block(body[mark_size:], int64(source[2]), none_singles, none_levels, room, rest):
+    if not decode_block(body[mark_size:], int64(source[2]), room, rest):
         return False
     return _scatter(marks, rest, source[0], target)
 
@@ -234,12 +234,11 @@ def _encode_rest(source, sample, values, room, target):
     counts, lengths, size = sample.copy(), np.zeros(256, np.uint8), source.size
     expected = _sampled_lengths(source, counts, values, lengths)
     if expected >= 0:
-        written = write_block(source, lengths, True, room, target)
+        written = write_block(source, lengths, room, target)
         if written <= expected + expected // SURPRISE + SURPRISE:
             return HUFFMAN, written
     count_bytes(source, counts)
-    lengths[:] = 0
-    return encode_block(source, counts, lengths, room, target[:size])
+    return encode_block(source, counts, room, target[:size])
 
 
 @njit(nogil=True)
@@ -270,7 +269,7 @@ def _encode_sampled(source, sample, room, target):
 
 
 @njit(nogil=True)
-def _decode_fields(source, none_singles, none_levels, room, target):
+def _decode_fields(source, room, target):
     """Fill `target`; False where the block does not fit."""
     if source.size < FIELDS_HEADER:
         return False
@@ -280,14 +279,14 @@ def _decode_fields(source, none_singles, none_levels, room, target):
     start = FIELDS_HEADER + field_bytes(bits, target.size)
     if start > source.size:
         return False
-    if not decode_block(source[start:], int64(source[2]), none_singles, none_levels, room, target):
+    if not decode_block(source[start:], int64(source[2]), room, target):
         return False
     paste(source[FIELDS_HEADER:start], shift, bits, target)
     return True
 
 
 @njit(nogil=True)
-def encode_plane(source, static, room, target):
+def encode_plane(source, room, target):
     """Code a plane, no larger than it is, into `target`; its mode and its size."""
     counts, size = np.empty(256, np.int64), source.size
     if size >= SAMPLE_LEAST:
@@ -296,7 +295,7 @@ def encode_plane(source, static, room, target):
         if entropy_bits(counts, seen) > 8 * (seen - seen // LEAST_SAVING):
             copy_bytes(source, target)
             return RAW, size
-        if counts.max() < SPARSE_SHARE * seen and not static.any():
+        if counts.max() < SPARSE_SHARE * seen:
             mode, coded = _encode_sampled(source, counts, room, target)
             if coded >= 0:
                 return mode, coded
@@ -306,14 +305,14 @@ def encode_plane(source, static, room, target):
         coded = _encode_sparse(source, counts, commonest, room, target)
         if 0 <= coded < size:
             return SPARSE, coded
-    return encode_block(source, counts, static, room, target)
+    return encode_block(source, counts, room, target)
 
 
 @njit(nogil=True)
-def decode_plane(source, mode, singles, levels, room, target):
+def decode_plane(source, mode, room, target):
     """Fill `target` from a coded plane; False where it does not fit."""
     if mode == SPARSE:
-        return _decode_sparse(source, singles[:0], levels[:0], room, target)
+        return _decode_sparse(source, room, target)
     if mode == FIELDS:
-        return _decode_fields(source, singles[:0], levels[:0], room, target)
-    return decode_block(source, mode, singles, levels, room, target)
+        return _decode_fields(source, room, target)
+    return decode_block(source, mode, room, target)

@@ -1,4 +1,4 @@
-"""The container: header, shape, tables that chunks share, index of chunks. README.md has the bytes."""
+"""The container: header, shape, index of chunks. README.md has the bytes."""
 
 import math
 import struct
@@ -10,16 +10,14 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as digest
 
 from kvrail.codec.base import CodecError
+from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.huffman.format import BY_NUMBER, Format
-
-Bytes = npt.NDArray[np.uint8]
 
 MAGIC = b"KVHF"
 VERSION = 1
 _HEADER = struct.Struct("<4s6B6xQQQ")
 HEADER_BYTES = _HEADER.size
-_DELTA, _STATIC = 1, 2
-_TABLE_BYTES = 128
+_DELTA = 1
 MAX_CHUNK_BITS = 20
 MAX_DIMENSIONS = 32
 MAX_MODE = 5
@@ -33,7 +31,7 @@ class Layout:
     """What a container says before its chunks.
 
     shape: of the tensor. chunk_bits: binary logarithm of a chunk's words. base_digest: of the bytes that were taken
-    off by exclusive or, or None. static: uint8 [planes, 256], lengths of the codes that chunks share, or None.
+    off by exclusive or, or None.
     rows: uint32 [chunks, planes], each plane's bytes and, from bit 28 on, its mode; digests: uint64 [chunks].
     """
 
@@ -41,7 +39,6 @@ class Layout:
     shape: tuple[int, ...]
     chunk_bits: int
     base_digest: int | None
-    static: Bytes | None
     rows: npt.NDArray[np.uint32]
     digests: npt.NDArray[np.uint64]
 
@@ -58,8 +55,7 @@ class Layout:
     @property
     def head_bytes(self) -> int:
         """Bytes before the first chunk."""
-        tables = 0 if self.static is None else _TABLE_BYTES * self.format.word_bytes
-        return HEADER_BYTES + 8 * len(self.shape) + tables + self.digests.nbytes + self.rows.nbytes
+        return HEADER_BYTES + 8 * len(self.shape) + self.digests.nbytes + self.rows.nbytes
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -77,10 +73,9 @@ class Layout:
 
     def head(self) -> bytes:
         """All bytes before the first chunk."""
-        tables = b"" if self.static is None else (self.static[:, 0::2] | self.static[:, 1::2] << 4).tobytes()
-        rest = struct.pack(f"<{len(self.shape)}Q", *self.shape) + tables
+        rest = struct.pack(f"<{len(self.shape)}Q", *self.shape)
         rest += self.digests.astype("<u8").tobytes() + self.rows.astype("<u4").tobytes()
-        flags = (0 if self.base_digest is None else _DELTA) | (0 if self.static is None else _STATIC)
+        flags = 0 if self.base_digest is None else _DELTA
         fields = (flags, self.chunk_bits, len(self.shape), self.format.word_bytes)
 
         def header(check: int) -> bytes:
@@ -111,12 +106,11 @@ def parse(source: Bytes) -> Layout:
     if version != VERSION:
         raise CodecError(f"the huffman container has version {version}; this code reads {VERSION}, so update it")
     known = BY_NUMBER.get(number)
-    if known is None or planes != known.word_bytes or flags > (_DELTA | _STATIC):
+    if known is None or planes != known.word_bytes or flags > _DELTA:
         raise CodecError(f"the header is damaged: element type {number} with {planes} planes and flags {flags}")
     if chunk_bits > MAX_CHUNK_BITS or ndim > MAX_DIMENSIONS:
         raise CodecError(f"the header is damaged: chunks of 2^{chunk_bits} words, {ndim} dimensions")
-    tables = _TABLE_BYTES * planes if flags & _STATIC else 0
-    start = HEADER_BYTES + 8 * ndim + tables
+    start = HEADER_BYTES + 8 * ndim
     head = start + chunks * (8 + 4 * planes)
     if head > source.size:
         raise CodecError(f"the index of {chunks} chunks ends at byte {head} of {source.size}: the container is cut off")
@@ -125,13 +119,9 @@ def parse(source: Bytes) -> Layout:
     if digest(cleared.data) != check:
         raise CodecError("header and index do not match their checksum: the container is damaged")
     shape = struct.unpack_from(f"<{ndim}Q", text, HEADER_BYTES)
-    static = None
-    if tables:
-        packed = cleared[start - tables : start].reshape(planes, _TABLE_BYTES)
-        static = np.stack((packed & 15, packed >> 4), axis=2).reshape(planes, 256)
     digests = np.frombuffer(text, _DIGEST, chunks, start)
     rows = np.frombuffer(text, _ROW, chunks * planes, start + 8 * chunks).reshape(chunks, planes)
-    layout = Layout(known, shape, chunk_bits, base if flags & _DELTA else None, static, rows, digests)
+    layout = Layout(known, shape, chunk_bits, base if flags & _DELTA else None, rows, digests)
     _check(layout, source.size)
     return layout
 
