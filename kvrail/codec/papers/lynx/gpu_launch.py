@@ -68,6 +68,7 @@ class ExactGeometry(NamedTuple):
     WIDTH: int
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def of(cls, plan: TensorPlan) -> Self:
         """Of keys, or of values."""
         return geometry(
@@ -93,6 +94,7 @@ def width_of(plan: TensorPlan) -> int:
     return min(next_power_of_2(plan.columns), max(1, PROGRAM_VALUES // rows))
 
 
+@functools.lru_cache(maxsize=256)
 def _geometry(plan: TensorPlan, lanes: int, alignment: int) -> Geometry:
     many = plan.chunks > 1
     return geometry(
