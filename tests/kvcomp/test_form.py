@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrail.codec.base import Block
+from kvrail.codec.core.plans import shaped
 from kvrail.codec.papers.kvcomp.codebook import is_code, lengths_of
 from kvrail.codec.papers.kvcomp.format import CHANNEL_CODE
 from kvrail.codec.papers.kvcomp.plan import TensorPlan
@@ -79,7 +81,7 @@ def test_scales_and_values_are_the_wire_codecs(name: str) -> None:
         assert code == 0
         wire = (CHANNEL_CODE.keys, CHANNEL_CODE.values)[number]
         tensor = torch.from_numpy(source.view(np.int16)).view(torch.bfloat16)[None, None, :, None, :]
-        plan = TensorPlan(wire, torch.bfloat16, tuple(tensor.shape))
+        plan = shaped(TensorPlan, Block(tensor, tensor).spec, (wire, wire))[0]
         found = quantise(tensor, plan)
         assert not found.escapes.any()
         scales, _ = steps_of(part, Pair(*dims).parts[number])
