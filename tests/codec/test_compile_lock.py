@@ -104,6 +104,40 @@ def test_a_kernel_that_another_version_kept_with_types_that_are_gone_is_compiled
     assert "compiled: 0" in said(start())
 
 
+TAKES_IN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from package.kernel import twice
+print("compiled:", sum(twice.stats.cache_misses.values()), "gives:", twice(21))
+"""
+
+
+def test_a_kept_kernel_is_compiled_again_when_a_file_that_it_takes_from_changes(tmp_path):
+    """Of a function's file, and of one that only gives the function a number."""
+    files = {
+        "__init__": "",
+        "numbers": "FACTOR = 2\n",
+        "inner": "import numba\nfrom package.numbers import FACTOR\n"
+        "@numba.njit\ndef times(x):\n    return FACTOR * x\n",
+        "kernel": KERNEL.replace("    return 2 * x", "    return times(x)").replace(
+            "import compiled\n", "import compiled\nfrom package.inner import times\n"
+        ),
+    }
+
+    def run(**changed):
+        (tmp_path / "package").mkdir(exist_ok=True)
+        for name, text in (changed or files).items():
+            (tmp_path / "package" / f"{name}.py").write_text(text)
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-c", TAKES_IN, str(tmp_path)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert run() == "compiled: 1 gives: 42\n"
+    assert run(__init__="") == "compiled: 0 gives: 42\n"
+    assert run(numbers="FACTOR = 3\n") == "compiled: 1 gives: 63\n"
+    assert run(inner=files["inner"].replace("* x", "* x + 1")) == "compiled: 1 gives: 64\n"
+
+
 def test_what_is_needed_later_is_compiled_when_it_is_needed(tmp_path):
     (tmp_path / "kernel.py").write_text(KERNEL.replace("compiled", "compiled_when_needed"))
     script = """

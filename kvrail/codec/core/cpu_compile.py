@@ -9,11 +9,13 @@ import fcntl
 import functools
 import inspect
 import logging
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Number
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -35,11 +37,7 @@ _POLL_S = 0.05
 
 
 def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for one signature when its module is imported; keep it where kvrail/codec/README.md says.
-
-    What is kept is found again by the function's file and by what the function closes over: a change of another file
-    that it takes functions from is seen where it closes over `version_of` that.
-    """
+    """Compile a function for one signature when its module is imported; keep it where kvrail/codec/README.md says."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
@@ -86,8 +84,13 @@ def compiled_when_called(function: Callable[..., Any]) -> Any:
 
 
 def _kept(function: Callable[..., Any]) -> Any:
-    """A kernel that is loaded from numba's cache, or compiled and kept there by one process at a time."""
+    """A kernel that is loaded from numba's cache, or compiled and kept there by one process at a time.
+
+    numba finds it again by the function's own file. Here the files count, too, from which that takes what it uses.
+    """
     kernel: Any = njit(nogil=True, cache=True)(function)
+    key_of, version = kernel._cache._index_key, _version(function)
+    kernel._cache._index_key = lambda *given: (*key_of(*given), version)
     folder = Path(kernel.stats.cache_path)
     load_or_compile = kernel.compile
 
@@ -186,9 +189,23 @@ def _log(kernel: str, done: threading.Event) -> None:
 events.register("numba:compile", _Compilations())  # type: ignore[no-untyped-call]
 
 
-def version_of(*modules: ModuleType) -> int:
-    """A number that another text of the modules' files changes."""
-    return zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in modules))
+def _version(function: Callable[..., Any]) -> int:
+    """A number that changes with what a kernel takes from other files.
+
+    That is the text of those whose functions or types it, or a kernel in it, takes in, and numbers of any.
+    """
+    root, texts, scopes = function.__module__.partition(".")[0] + ".", {}, [function.__globals__]
+    for scope in scopes:  # which grow
+        for name, value in scope.items():
+            owner = str(value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", ""))
+            if isinstance(value, Number):
+                texts[f"{scope['__name__']}.{name}"] = repr(value).encode()
+            elif owner.startswith(root) and owner not in texts:
+                module = sys.modules[owner]
+                texts[owner] = Path(str(module.__file__)).read_bytes()
+                if any(hasattr(each, "py_func") for each in vars(module).values()):
+                    scopes.append(vars(module))
+    return zlib.crc32(b"".join(texts[name] for name in sorted(texts)))
 
 
 @functools.cache
@@ -210,7 +227,7 @@ def instruction(signature: Any) -> Callable[[Callable[..., Any]], Any]:
         def called(typing_context: Any, *arguments: Any) -> Any:
             return signature, generate
 
-        called.__name__, called.__doc__ = build.__name__, build.__doc__
+        called.__name__, called.__module__, called.__doc__ = build.__name__, build.__module__, build.__doc__
         called.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]  # numba counts by it
         return intrinsic(called)
 

@@ -2,8 +2,6 @@
 
 Only these are called from Python: several threads at once, each with its own `room`, and never for one chunk alone, for
 between calls threads wait for the interpreter.
-
-Numba keeps what it compiled until this file is another, and does not look at the files whose kernels it takes in.
 """
 
 # Numba gives arguments their types.
@@ -26,8 +24,6 @@ from kvrail.codec.huffman.cpu_word_kernels import bytes_at
 
 HELD = 4
 """Coded chunks that a thread holds until it is known where they begin: until those before are coded."""
-KERNELS = "66c982f12c51549c"
-"""XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
 
 
 @njit(nogil=True)

@@ -17,8 +17,7 @@ import math
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint8, void
 
-from kvrail.codec.core.cpu_compile import compiled, version_of
-from kvrail.engine.attention import cpu_kernel_vectors
+from kvrail.codec.core.cpu_compile import compiled
 from kvrail.engine.attention.cpu_kernel_vectors import (
     BFLOAT16,
     E4M3,
@@ -40,11 +39,8 @@ from kvrail.engine.attention.cpu_kernel_vectors import (
     widen_float32,
 )
 from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
-from kvrail.engine.kv.fixed import form as fixed_form
 from kvrail.engine.kv.kvcomp import cpu_kernels as kvcomp_kernels
 from kvrail.engine.kv.kvcomp import form as kvcomp_form
-from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
-from kvrail.engine.kv.lossless import form
 from kvrail.engine.kv.lossless.cpu_kernels import open_high, pair_at
 from kvrail.engine.kv.rotated import cpu_kernels as rotated_kernels
 from kvrail.engine.kv.rotated import form as rotated_form
@@ -317,50 +313,31 @@ def _attend_unit(
 _bytes, _scales, _orders = (types.Array(kind, 1, "C") for kind in (uint8, float32, int32))
 
 
-def _attending(version):
-    """The kernel; `version`, of the files that it takes functions from, it only closes over: see `compiled`."""
+@compiled(
+    void(
+        types.Array(int64, 2, "C"), types.Array(float32, 3, "C"), types.Array(float32, 3, "C"),
+        types.Array(int32, 2, "C"), _bytes, _bytes, _scales, _scales, int64, int64, int64, int64,
+        float32, int64, float32, _scales, types.Array(int64, 1, "C"),
+        types.Tuple([_bytes, _bytes, int64, int64, int64, _orders, _orders, _orders, _orders, int64, int64]),
+    )
+)  # fmt: skip
+def attend_units(
+    units, query, out, page_tables, keys, values, key_scales, value_scales, kind, item_bytes, page_size, kv_heads,
+    scale, window, softcap, sinks, closed_tokens, closed,
+):  # fmt: skip
+    """Attend each unit's tokens to their own sequences' pages.
 
-    @compiled(
-        void(
-            types.Array(int64, 2, "C"), types.Array(float32, 3, "C"), types.Array(float32, 3, "C"),
-            types.Array(int32, 2, "C"), _bytes, _bytes, _scales, _scales, int64, int64, int64, int64,
-            float32, int64, float32, _scales, types.Array(int64, 1, "C"),
-            types.Tuple([_bytes, _bytes, int64, int64, int64, _orders, _orders, _orders, _orders, int64, int64]),
-        )
-    )  # fmt: skip
-    def attend_units(
-        units, query, out, page_tables, keys, values, key_scales, value_scales, kind, item_bytes, page_size, kv_heads,
-        scale, window, softcap, sinks, closed_tokens, closed,
-    ):  # fmt: skip
-        """Attend each unit's tokens to their own sequences' pages.
-
-        units: [units, 5], a row each: sequence, KV head, first and last + 1 of its tokens in the step, and how many
-        tokens its sequence has before these. query: [tokens, heads, key_dim]; out: [tokens, heads, value_dim];
-        page_tables: [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat,
-        empty where elements have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or
-        empty. closed_tokens: [sequences], see StepMeta. closed: of one layer's closed pages their bytes, the spare
-        units or tables of codes, bytes of a unit and of both tiles, then the places of values and bases, or rows, of
-        both, then the bits of a value of fixed width, or 0 in lossless pages, and how many tokens before them are open.
-        """
-        for unit in range(len(units) + (0 & version)):
-            sequence, head, begin, end, before = units[unit]
-            _attend_unit(
-                query, out, begin, end, before, head, page_tables[sequence], keys, values, key_scales, value_scales,
-                kind, item_bytes, page_size, kv_heads, scale, window, softcap, sinks, closed_tokens[sequence], closed,
-            )  # fmt: skip
-
-    return attend_units
-
-
-_VERSION = version_of(
-    fixed_kernels,
-    fixed_form,
-    kvcomp_kernels,
-    kvcomp_form,
-    lossless_kernels,
-    form,
-    rotated_kernels,
-    rotated_form,
-    cpu_kernel_vectors,
-)
-attend_units = _attending(_VERSION)
+    units: [units, 5], a row each: sequence, KV head, first and last + 1 of its tokens in the step, and how many
+    tokens its sequence has before these. query: [tokens, heads, key_dim]; out: [tokens, heads, value_dim];
+    page_tables: [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat,
+    empty where elements have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or
+    empty. closed_tokens: [sequences], see StepMeta. closed: of one layer's closed pages their bytes, the spare
+    units or tables of codes, bytes of a unit and of both tiles, then the places of values and bases, or rows, of
+    both, then the bits of a value of fixed width, or 0 in lossless pages, and how many tokens before them are open.
+    """
+    for unit in range(len(units)):
+        sequence, head, begin, end, before = units[unit]
+        _attend_unit(
+            query, out, begin, end, before, head, page_tables[sequence], keys, values, key_scales, value_scales,
+            kind, item_bytes, page_size, kv_heads, scale, window, softcap, sinks, closed_tokens[sequence], closed,
+        )  # fmt: skip

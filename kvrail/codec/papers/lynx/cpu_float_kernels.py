@@ -1,7 +1,4 @@
-"""Lynx on a CPU: elements of every type as float32 and back, and what a stage says of chunks.
-
-numba's cache does not see a change of this file: who makes one also touches cpu_kernels.py and cpu_exact_kernels.py.
-"""
+"""Lynx on a CPU: elements of every type as float32 and back, and what a stage says of chunks."""
 
 # Numba gives arguments their types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, arg-type, operator"

@@ -1,8 +1,7 @@
 """Lynx on a CPU: loops that LLVM vectorises, a few columns of a page at a time, so that all between stays in the cache.
 
 A block of columns is staged as float32 [rows * width], whatever the element type. No result depends on the order of
-operations within a loop: minimum and maximum do not, and all else is one value at a time. All of it is one file because
-numba's cache does not see changes of functions in others.
+operations within a loop: minimum and maximum do not, and all else is one value at a time.
 """
 
 # Numba gives arguments their types.

@@ -9,7 +9,7 @@ from numba import uint16 as u16
 from numba import uint32 as u32
 from numba import uint64 as u64
 
-from kvrail.codec.core.cpu_compile import compiled, version_of
+from kvrail.codec.core.cpu_compile import compiled
 from kvrail.codec.splitzip.entropy import format as code
 
 _LANES, _RUN, _BLOCK, _STATE_WORDS = code.LANES, code.RUN, code.BLOCK_BYTES, code.STATE_WORDS
@@ -49,38 +49,33 @@ def _push(symbol, lane, states, model, reciprocals, words, at):
     return at + full
 
 
-def _encoder(version):
-    """The kernel; `version`, of the file that its constants are from, it only closes over."""
+@compiled(int64(_READ, int64, int64, u32[::1], u64[::1], u16[::1], int64[::1]))
+def encode_blocks(piece, first, last, model, reciprocals, words, sizes):
+    """Code blocks `first` to `last` of a piece, one after the other into `words`; how many words they have in all.
 
-    @compiled(int64(_READ, int64, int64, u32[::1], u64[::1], u16[::1], int64[::1]))
-    def encode_blocks(piece, first, last, model, reciprocals, words, sizes):
-        """Code blocks `first` to `last` of a piece, one after the other into `words`; how many words they have in all.
-
-        model: frequency << 16 | frequencies before it, [256]; reciprocals: [256]; words: with room for BLOCK_BYTES +
-        STATE_WORDS a block, and one more; sizes: words of each block of the piece.
-        """
-        states = np.empty(_LANES, np.uint64)
-        at = u64(0 & version)
-        for block in range(first, last):
-            begin, start = at, block * _BLOCK
-            size = min(_BLOCK, piece.size - start)
-            states[:] = _LOWEST
-            for row in range((size - 1) // _ROW, -1, -1):
-                symbols = piece[start + row * _ROW : start + min((row + 1) * _ROW, size)]
-                for number in range(_RUN - 1, -1, -1):
-                    for back in range(_LANES):
-                        lane = u64(_LANES - 1 - back)
-                        place = lane * u64(_RUN) + u64(number)
-                        if place < u64(symbols.size):
-                            at = _push(symbols[place], lane, states, model, reciprocals, words, at)
-            for lane in range(_LANES):
-                words[at + u64(lane)] = u16(states[lane])
-                words[at + u64(_LANES + lane)] = u16(states[lane] >> _WORD_BITS)
-            at += u64(_STATE_WORDS)
-            sizes[block] = int64(at - begin)
-        return int64(at)
-
-    return encode_blocks
+    model: frequency << 16 | frequencies before it, [256]; reciprocals: [256]; words: with room for BLOCK_BYTES +
+    STATE_WORDS a block, and one more; sizes: words of each block of the piece.
+    """
+    states = np.empty(_LANES, np.uint64)
+    at = u64(0)
+    for block in range(first, last):
+        begin, start = at, block * _BLOCK
+        size = min(_BLOCK, piece.size - start)
+        states[:] = _LOWEST
+        for row in range((size - 1) // _ROW, -1, -1):
+            symbols = piece[start + row * _ROW : start + min((row + 1) * _ROW, size)]
+            for number in range(_RUN - 1, -1, -1):
+                for back in range(_LANES):
+                    lane = u64(_LANES - 1 - back)
+                    place = lane * u64(_RUN) + u64(number)
+                    if place < u64(symbols.size):
+                        at = _push(symbols[place], lane, states, model, reciprocals, words, at)
+        for lane in range(_LANES):
+            words[at + u64(lane)] = u16(states[lane])
+            words[at + u64(_LANES + lane)] = u16(states[lane] >> _WORD_BITS)
+        at += u64(_STATE_WORDS)
+        sizes[block] = int64(at - begin)
+    return int64(at)
 
 
 @njit(nogil=True)
@@ -110,41 +105,32 @@ def _pop_row(symbols, states, table, words, at):
     return at
 
 
-def _decoder(version):
-    """The kernel; `version`, of the file that its constants are from, it only closes over."""
+@compiled(int64(_READ_WORDS, int64[::1], int64, int64, u32[::1], u8[::1]))
+def decode_blocks(words, ends, first, last, table, piece):
+    """Decode blocks `first` to `last` into their places of `piece`; 1 where one is corrupt, else 0.
 
-    @compiled(int64(_READ_WORDS, int64[::1], int64, int64, u32[::1], u8[::1]))
-    def decode_blocks(words, ends, first, last, table, piece):
-        """Decode blocks `first` to `last` into their places of `piece`; 1 where one is corrupt, else 0.
-
-        ends: where each block of the piece ends in `words`, ascending, STATE_WORDS apart at least; table: of each slot
-        the symbol, its frequency - 1 (<< 8), and the slot's number among those of the symbol (<< 20).
-        """
-        states = np.empty(_LANES, np.uint64)
-        for block in range(first, last):
-            own = words[ends[block - 1] if block > 0 else 0 : ends[block]]
-            left, start = own.size - _STATE_WORDS, block * _BLOCK
-            size = min(_BLOCK, piece.size - start)
-            for lane in range(_LANES):
-                states[lane] = u64(own[left + lane]) | u64(own[left + _LANES + lane]) << _WORD_BITS
-            at = u64(left | 0 & version)
-            for row in range((size + _ROW - 1) // _ROW):
-                symbols = piece[start + row * _ROW : start + min((row + 1) * _ROW, size)]
-                if symbols.size < _ROW or at < u64(_ROW):
-                    at = _pop_row(symbols, states, table, own, at)
-                    if at > u64(own.size):
-                        return 1
-                    continue
-                for number in range(_RUN):
-                    for lane in range(_LANES):
-                        symbol, at = _pop(u64(lane), states, table, own, at)
-                        symbols[u64(lane * _RUN + number)] = symbol
-            if at != u64(0) or not np.all(states == _LOWEST):
-                return 1
-        return 0
-
-    return decode_blocks
-
-
-encode_blocks = _encoder(version_of(code))
-decode_blocks = _decoder(version_of(code))
+    ends: where each block of the piece ends in `words`, ascending, STATE_WORDS apart at least; table: of each slot
+    the symbol, its frequency - 1 (<< 8), and the slot's number among those of the symbol (<< 20).
+    """
+    states = np.empty(_LANES, np.uint64)
+    for block in range(first, last):
+        own = words[ends[block - 1] if block > 0 else 0 : ends[block]]
+        left, start = own.size - _STATE_WORDS, block * _BLOCK
+        size = min(_BLOCK, piece.size - start)
+        for lane in range(_LANES):
+            states[lane] = u64(own[left + lane]) | u64(own[left + _LANES + lane]) << _WORD_BITS
+        at = u64(left)
+        for row in range((size + _ROW - 1) // _ROW):
+            symbols = piece[start + row * _ROW : start + min((row + 1) * _ROW, size)]
+            if symbols.size < _ROW or at < u64(_ROW):
+                at = _pop_row(symbols, states, table, own, at)
+                if at > u64(own.size):
+                    return 1
+                continue
+            for number in range(_RUN):
+                for lane in range(_LANES):
+                    symbol, at = _pop(u64(lane), states, table, own, at)
+                    symbols[u64(lane * _RUN + number)] = symbol
+        if at != u64(0) or not np.all(states == _LOWEST):
+            return 1
+    return 0

@@ -11,9 +11,8 @@ from numba import int64, njit, types, void
 from numba import uint8 as u8
 from numba import uint16 as u16
 
-from kvrail.codec.core.cpu_compile import compiled, version_of
+from kvrail.codec.core.cpu_compile import compiled
 from kvrail.codec.splitzip.one_stage.cpu_geometry import Geometry
-from kvrail.codec.splitzip.tiles import cpu_kernels
 from kvrail.codec.splitzip.tiles.cpu_kernels import (
     BFLOAT16,
     E5M2,
@@ -156,69 +155,62 @@ _ENCODE = types.UniTuple(int64, 2)(
 _DECODE = void(u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY, u8[::1], _PAYLOAD, _PAYLOAD, _PAYLOAD)
 
 
-def _entry_points(version):
-    """The kernels that are called; `version`, of the file that they take functions from, they only close over."""
+@compiled(_ENCODE)
+def encode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
+    """Write tiles `first` to `last` into `dense` and list their escapes.
 
-    @compiled(_ENCODE)
-    def encode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
-        """Write tiles `first` to `last` into `dense` and list their escapes.
-
-        pool: [layers, pool pages, bytes of a page]; pages: [num_pages]; window_tops: [layers]; records and extensions:
-        of one size, filled from their start. Returns how many of each there are, or -1 twice, with tiles left undone,
-        as soon as the records of a tile might not fit.
-        """
-        segment = geometry.segment_rows * geometry.tile_width
-        values, largest, tops = (
-            np.empty(8 * segment, np.uint16),
-            np.empty(segment, np.uint16),
-            np.empty(segment, np.uint8),
-        )
-        distances, fields = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
-        marks = np.zeros((segment + 7) // 8, np.uint64)
-        num_records, num_extensions = 0, 0 & version
-        for tile in range(first, last):
-            if num_records + 8 * segment > records.size:
-                return -1, -1
-            whole = load_tile(pool, pages, geometry, tile, values)
-            if geometry.per_channel:
-                choose_tops(values, geometry, tile, dense, largest)
-                read_tops(geometry, tile, dense, tops)
-            else:
-                tops[:] = window_tops[tile // geometry.tiles_per_page // geometry.num_pages]
-            if not whole:
-                pad(values, tops, geometry, tile % geometry.tiles_per_page)
-            _split(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
-            _pack(fields, geometry.field_bits, tile, dense, geometry.field0, geometry.field1)
-            _pack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
-            left = records[num_records:], extensions[num_extensions:]
-            count, extended = list_escapes(distances, geometry, tile, dense, marks, *left)
-            num_records, num_extensions = num_records + count, num_extensions + extended
-        return num_records, num_extensions
-
-    @compiled(_DECODE)
-    def decode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
-        """Write tiles `first` to `last` into the pages; arguments as of encode_tiles, but records are bytes.
-
-        Records and extensions begin with those of tile `first`; none may be stray.
-        """
-        segment = geometry.segment_rows * geometry.tile_width
-        values, tops = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint8)
-        distances, fields = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
-        next_record, next_extension = 0, 0 & version
-        for tile in range(first, last):
-            if geometry.per_channel:
-                read_tops(geometry, tile, dense, tops)
-            else:
-                tops[:] = window_tops[tile // geometry.tiles_per_page // geometry.num_pages]
-            _unpack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
-            left = records[2 * next_record :], extensions[next_extension:]
-            count, extended = apply_escapes(distances, geometry, tile, dense, *left)
-            next_record, next_extension = next_record + count, next_extension + extended
-            _unpack(fields, geometry.field_bits, tile, dense, geometry.field0, geometry.field1)
-            _join(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
-            store_tile(pool, pages, geometry, tile, values)
-
-    return encode_tiles, decode_tiles
+    pool: [layers, pool pages, bytes of a page]; pages: [num_pages]; window_tops: [layers]; records and extensions:
+    of one size, filled from their start. Returns how many of each there are, or -1 twice, with tiles left undone,
+    as soon as the records of a tile might not fit.
+    """
+    segment = geometry.segment_rows * geometry.tile_width
+    values, largest, tops = (
+        np.empty(8 * segment, np.uint16),
+        np.empty(segment, np.uint16),
+        np.empty(segment, np.uint8),
+    )
+    distances, fields = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
+    marks = np.zeros((segment + 7) // 8, np.uint64)
+    num_records, num_extensions = 0, 0
+    for tile in range(first, last):
+        if num_records + 8 * segment > records.size:
+            return -1, -1
+        whole = load_tile(pool, pages, geometry, tile, values)
+        if geometry.per_channel:
+            choose_tops(values, geometry, tile, dense, largest)
+            read_tops(geometry, tile, dense, tops)
+        else:
+            tops[:] = window_tops[tile // geometry.tiles_per_page // geometry.num_pages]
+        if not whole:
+            pad(values, tops, geometry, tile % geometry.tiles_per_page)
+        _split(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
+        _pack(fields, geometry.field_bits, tile, dense, geometry.field0, geometry.field1)
+        _pack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
+        left = records[num_records:], extensions[num_extensions:]
+        count, extended = list_escapes(distances, geometry, tile, dense, marks, *left)
+        num_records, num_extensions = num_records + count, num_extensions + extended
+    return num_records, num_extensions
 
 
-encode_tiles, decode_tiles = _entry_points(version_of(cpu_kernels))
+@compiled(_DECODE)
+def decode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
+    """Write tiles `first` to `last` into the pages; arguments as of encode_tiles, but records are bytes.
+
+    Records and extensions begin with those of tile `first`; none may be stray.
+    """
+    segment = geometry.segment_rows * geometry.tile_width
+    values, tops = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint8)
+    distances, fields = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
+    next_record, next_extension = 0, 0
+    for tile in range(first, last):
+        if geometry.per_channel:
+            read_tops(geometry, tile, dense, tops)
+        else:
+            tops[:] = window_tops[tile // geometry.tiles_per_page // geometry.num_pages]
+        _unpack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
+        left = records[2 * next_record :], extensions[next_extension:]
+        count, extended = apply_escapes(distances, geometry, tile, dense, *left)
+        next_record, next_extension = next_record + count, next_extension + extended
+        _unpack(fields, geometry.field_bits, tile, dense, geometry.field0, geometry.field1)
+        _join(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
+        store_tile(pool, pages, geometry, tile, values)

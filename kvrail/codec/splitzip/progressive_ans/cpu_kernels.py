@@ -11,9 +11,8 @@ from numba import int64, njit, types, void
 from numba import uint8 as u8
 from numba import uint16 as u16
 
-from kvrail.codec.core.cpu_compile import compiled, version_of
+from kvrail.codec.core.cpu_compile import compiled
 from kvrail.codec.splitzip.one_stage.cpu_geometry import Geometry
-from kvrail.codec.splitzip.tiles import cpu_kernels
 from kvrail.codec.splitzip.tiles.cpu_kernels import load_tile, store_tile
 
 
@@ -110,21 +109,13 @@ def join_tiles(shown, first, last, tiles, segment, field_bits, rest_bits, target
         _write(fields, field_bits, 0, tile, tiles, target)
 
 
-def _completing(version):
-    """The kernel; `version`, of the file that it takes functions from, it only closes over."""
-
-    @compiled(void(u8[:, :, ::1], int64[::1], int64, int64, int64, _GEOMETRY, int64, _READ))
-    def complete_tiles(pool, pages, first, last, tiles, geometry, rest_bits, rest):
-        """Replace the `rest_bits` low bits of the values of tiles `first` to `last` in their pages."""
-        segment = geometry.segment_rows * geometry.tile_width
-        values, fields = np.empty(8 * segment, np.uint16), np.empty(8 * segment, np.uint16)
-        for tile in range(first, last + (0 & version)):
-            load_tile(pool, pages, geometry, tile, values)
-            _read(rest, rest_bits, tile, tiles, fields)
-            _replace_low(values, fields, rest_bits)
-            store_tile(pool, pages, geometry, tile, values)
-
-    return complete_tiles
-
-
-complete_tiles = _completing(version_of(cpu_kernels))
+@compiled(void(u8[:, :, ::1], int64[::1], int64, int64, int64, _GEOMETRY, int64, _READ))
+def complete_tiles(pool, pages, first, last, tiles, geometry, rest_bits, rest):
+    """Replace the `rest_bits` low bits of the values of tiles `first` to `last` in their pages."""
+    segment = geometry.segment_rows * geometry.tile_width
+    values, fields = np.empty(8 * segment, np.uint16), np.empty(8 * segment, np.uint16)
+    for tile in range(first, last):
+        load_tile(pool, pages, geometry, tile, values)
+        _read(rest, rest_bits, tile, tiles, fields)
+        _replace_low(values, fields, rest_bits)
+        store_tile(pool, pages, geometry, tile, values)

@@ -4,8 +4,7 @@ A tile is staged as `values`, uint16 [8 * J] whatever the element type, segment 
 `distances` (how far exponents lie below their tops) are uint8 [8 * J]. A plane of b bits packs a field across
 segments (README.md), so no loop shuffles. Geometries are named tuples: numba compiles a function for each kind.
 
-Constants are typed and intermediates cast: else a loop would widen to 64 bits and run five times slower. All that
-the functions here call is in this file, for the forms keep their kernels by its version.
+Constants are typed and intermediates cast: else a loop would widen to 64 bits and run five times slower.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

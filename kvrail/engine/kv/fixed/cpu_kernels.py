@@ -9,9 +9,8 @@ Arrays are flat. `order` and `rows` are `form.code_places` and `form.row_places`
 import numpy as np
 from numba import int32, int64, njit, types, uint8, uint16, void
 
-from kvrail.codec.core.cpu_compile import compiled_when_needed, version_of
+from kvrail.codec.core.cpu_compile import compiled_when_needed
 from kvrail.engine.kv.fixed import form
-from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
 from kvrail.engine.kv.lossless.cpu_kernels import tiles_of, word_at
 from kvrail.engine.kv.lossless.form import TOKENS
 
@@ -147,34 +146,27 @@ _data, _bits, _ids, _orders = (
 _arguments = (int64, int64, int64, int64, int64, _orders, _orders, int64, int64)
 
 
-def _closing(version):
-    """The kernels; `version`, of the files that they take functions from, they only close over: see `compiled`."""
+@compiled_when_needed(void(_bits, _ids, _data, _ids, *_arguments))
+def close_tiles(
+    source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, bits,
+):  # fmt: skip
+    """Close the keys, or the values, of plain pages `sources` into closed pages `targets`.
 
-    @compiled_when_needed(void(_bits, _ids, _data, _ids, *_arguments))
-    def close_tiles(
-        source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, bits,
-    ):  # fmt: skip
-        """Close the keys, or the values, of plain pages `sources` into closed pages `targets`.
-
-        source: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. tile_begin: where
-        the first tile begins in a page; pair_bytes: of both tiles of a head and block.
-        """
-        tile = np.empty(TOKENS * dim, np.float32)
-        scales, offsets = np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
-        for at, to in tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
-            _close_tile(source, at, kv_heads * dim, dim, keys, bits, order, rows, closed, to, tile, scales, offsets)
-
-    @compiled_when_needed(void(_data, _ids, _bits, _ids, *_arguments))
-    def open_tiles(
-        closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, bits,
-    ):  # fmt: skip
-        """Open the keys, or the values, of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
-        tile = np.empty(TOKENS * dim, np.float32)
-        for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
-            open_tile(closed, at, dim, keys, bits, order, rows, tile)
-            put_tile(tile, dim, target, to, kv_heads * dim)
-
-    return close_tiles, open_tiles
+    source: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. tile_begin: where
+    the first tile begins in a page; pair_bytes: of both tiles of a head and block.
+    """
+    tile = np.empty(TOKENS * dim, np.float32)
+    scales, offsets = np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
+    for at, to in tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes):
+        _close_tile(source, at, kv_heads * dim, dim, keys, bits, order, rows, closed, to, tile, scales, offsets)
 
 
-close_tiles, open_tiles = _closing(version_of(lossless_kernels, form))
+@compiled_when_needed(void(_data, _ids, _bits, _ids, *_arguments))
+def open_tiles(
+    closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, bits,
+):  # fmt: skip
+    """Open the keys, or the values, of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
+    tile = np.empty(TOKENS * dim, np.float32)
+    for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes):
+        open_tile(closed, at, dim, keys, bits, order, rows, tile)
+        put_tile(tile, dim, target, to, kv_heads * dim)

@@ -10,12 +10,10 @@ and `form.reading_tables`.
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint8, uint16, void
 
-from kvrail.codec.core.cpu_compile import compiled_when_needed, version_of
-from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
+from kvrail.codec.core.cpu_compile import compiled_when_needed
 from kvrail.engine.kv.fixed import form as fixed_form
 from kvrail.engine.kv.fixed.cpu_kernels import OF_SCALE, SHRUNK, nearest, put, put_tile, read_steps, widen
 from kvrail.engine.kv.kvcomp import form
-from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
 from kvrail.engine.kv.lossless.cpu_kernels import tiles_of
 from kvrail.engine.kv.lossless.form import TOKENS
 
@@ -181,60 +179,51 @@ _data, _bits, _ids, _orders = (
 )  # as every argument below
 
 
-def _closing(version):
-    """The kernels; `version`, of the files that they take functions from, they only close over: see `compiled`."""
-
-    @compiled_when_needed(
-        void(
-            _bits, _bits, _ids, _data, _ids, int64, int64, int64, int64, _orders, _orders, _orders, _orders,
-            types.Array(float32, 1, "C"), types.Array(float32, 1, "C"), _bits, int64, int64,
-        )
-    )  # fmt: skip
-    def close_pairs(
-        keys, values, sources, closed, targets, page_size, kv_heads, key_dim, value_dim,
-        key_order, key_rows, value_order, value_rows, shares, tops, codes, pair_bytes, room,
-    ):  # fmt: skip
-        """Close plain pages `sources` of a layer into closed pages `targets`.
-
-        keys, values: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. shares, tops:
-        of keys' two codes, then of values. room: units of streams that a pair has room for.
-        """
-        tile = np.empty(TOKENS * max(key_dim, value_dim), np.float32)
-        of_keys, of_values = _scratch(key_dim, key_dim), _scratch(value_dim, TOKENS)
-        key_bytes = 4 * key_dim + _LANES + _HEAD
-        begin = 2 * (key_bytes + 4 * TOKENS + _LANES + _HEAD)
-        for at, to in tiles_of(sources, targets, page_size, kv_heads, 1, 0, pair_bytes + (0 & version)):
-            closed[to : to + pair_bytes] = 0
-            second = _code_values(
-                values, at * value_dim, kv_heads * value_dim, value_dim, shares, tops, codes, value_order,
-                value_rows, tile, of_values,
-            )  # fmt: skip
-            first = _code_keys(
-                keys, at * key_dim, kv_heads * key_dim, key_dim, shares, tops, codes, key_order, key_rows,
-                tile, of_keys, room - second[1],
-            )  # fmt: skip
-            _write_tile(closed, to, begin, first, key_dim, codes, 0, key_rows, of_keys)
-            _write_tile(
-                closed, to + key_bytes, begin + first[1] - 2 * key_bytes, second, value_dim, codes,
-                2 * _SYMBOLS, value_rows, of_values,
-            )  # fmt: skip
-
-    @compiled_when_needed(
-        void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _orders, _orders, int64, _data)
+@compiled_when_needed(
+    void(
+        _bits, _bits, _ids, _data, _ids, int64, int64, int64, int64, _orders, _orders, _orders, _orders,
+        types.Array(float32, 1, "C"), types.Array(float32, 1, "C"), _bits, int64, int64,
     )
-    def open_tiles(
-        closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, tables
-    ):
-        """Open the keys, or the values, of closed pages `sources` into plain pages `targets`: see `close_pairs`.
+)  # fmt: skip
+def close_pairs(
+    keys, values, sources, closed, targets, page_size, kv_heads, key_dim, value_dim,
+    key_order, key_rows, value_order, value_rows, shares, tops, codes, pair_bytes, room,
+):  # fmt: skip
+    """Close plain pages `sources` of a layer into closed pages `targets`.
 
-        tile_begin: where their part begins in a pair.
-        """
-        tile = np.empty(TOKENS * dim, np.float32)
-        for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
-            open_tile(closed, at, dim, keys, tables, order, rows, tile)
-            put_tile(tile, dim, target, to, kv_heads * dim)
+    keys, values: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. shares, tops:
+    of keys' two codes, then of values. room: units of streams that a pair has room for.
+    """
+    tile = np.empty(TOKENS * max(key_dim, value_dim), np.float32)
+    of_keys, of_values = _scratch(key_dim, key_dim), _scratch(value_dim, TOKENS)
+    key_bytes = 4 * key_dim + _LANES + _HEAD
+    begin = 2 * (key_bytes + 4 * TOKENS + _LANES + _HEAD)
+    for at, to in tiles_of(sources, targets, page_size, kv_heads, 1, 0, pair_bytes):
+        closed[to : to + pair_bytes] = 0
+        second = _code_values(
+            values, at * value_dim, kv_heads * value_dim, value_dim, shares, tops, codes, value_order,
+            value_rows, tile, of_values,
+        )  # fmt: skip
+        first = _code_keys(
+            keys, at * key_dim, kv_heads * key_dim, key_dim, shares, tops, codes, key_order, key_rows,
+            tile, of_keys, room - second[1],
+        )  # fmt: skip
+        _write_tile(closed, to, begin, first, key_dim, codes, 0, key_rows, of_keys)
+        _write_tile(
+            closed, to + key_bytes, begin + first[1] - 2 * key_bytes, second, value_dim, codes,
+            2 * _SYMBOLS, value_rows, of_values,
+        )  # fmt: skip
 
-    return close_pairs, open_tiles
 
+@compiled_when_needed(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _orders, _orders, int64, _data))
+def open_tiles(
+    closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, rows, keys, tables
+):
+    """Open the keys, or the values, of closed pages `sources` into plain pages `targets`: see `close_pairs`.
 
-close_pairs, open_tiles = _closing(version_of(fixed_kernels, fixed_form, lossless_kernels, form))
+    tile_begin: where their part begins in a pair.
+    """
+    tile = np.empty(TOKENS * dim, np.float32)
+    for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes):
+        open_tile(closed, at, dim, keys, tables, order, rows, tile)
+        put_tile(tile, dim, target, to, kv_heads * dim)

@@ -9,11 +9,9 @@ Arrays are flat. `order` and `channels` are `form.code_places` and `form.channel
 import numpy as np
 from numba import int32, int64, njit, types, uint8, uint16, void
 
-from kvrail.codec.core.cpu_compile import compiled_when_needed, version_of
-from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
+from kvrail.codec.core.cpu_compile import compiled_when_needed
 from kvrail.engine.kv.fixed import form as fixed_form
 from kvrail.engine.kv.fixed.cpu_kernels import nearest, put_tile
-from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
 from kvrail.engine.kv.lossless.cpu_kernels import tiles_of, word_at
 from kvrail.engine.kv.lossless.form import TOKENS
 from kvrail.engine.kv.rotated import form
@@ -187,27 +185,18 @@ def open_tile(closed, at, dim, order, channels, out):
 _data, _bits, _ids, _order = (types.Array(kind, 1, "C") for kind in (uint8, uint16, int64, int32))
 
 
-def _closing(version):
-    """The kernels; `version`, of the files that they take functions from, they only close over: see `compiled`."""
-
-    @compiled_when_needed(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _order, _order))
-    def close_tiles(
-        source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels
-    ):
-        """Close the values of plain pages `sources` into closed pages `targets`: see `fixed.cpu_kernels`."""
-        fixed, codes = np.empty(TOKENS * dim, np.int64), np.empty(TOKENS * dim, np.uint8)
-        for at, to in tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
-            _close_tile(source, at, kv_heads * dim, dim, order, channels, closed, to, fixed, codes)
-
-    @compiled_when_needed(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _order, _order))
-    def open_tiles(closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels):
-        """Open the values of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
-        tile = np.empty(TOKENS * dim, np.float32)
-        for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes + (0 & version)):
-            open_tile(closed, at, dim, order, channels, tile)
-            put_tile(tile, dim, target, to, kv_heads * dim)
-
-    return close_tiles, open_tiles
+@compiled_when_needed(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _order, _order))
+def close_tiles(source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels):
+    """Close the values of plain pages `sources` into closed pages `targets`: see `fixed.cpu_kernels`."""
+    fixed, codes = np.empty(TOKENS * dim, np.int64), np.empty(TOKENS * dim, np.uint8)
+    for at, to in tiles_of(sources, targets, page_size, kv_heads, dim, tile_begin, pair_bytes):
+        _close_tile(source, at, kv_heads * dim, dim, order, channels, closed, to, fixed, codes)
 
 
-close_tiles, open_tiles = _closing(version_of(fixed_kernels, fixed_form, lossless_kernels, form))
+@compiled_when_needed(void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _order, _order))
+def open_tiles(closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels):
+    """Open the values of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
+    tile = np.empty(TOKENS * dim, np.float32)
+    for to, at in tiles_of(targets, sources, page_size, kv_heads, dim, tile_begin, pair_bytes):
+        open_tile(closed, at, dim, order, channels, tile)
+        put_tile(tile, dim, target, to, kv_heads * dim)
