@@ -18,12 +18,15 @@ __all__ = ["decode", "encode", "get", "names"]
 def encode(tensor: "torch.Tensor", codec: str = "huffman", *, base: "torch.Tensor | None" = None) -> memoryview:
     """Self-describing bytes of `tensor`, any shape, read-only, from which `decode` restores every bit.
 
-    codec: one of kvrail.codec.tensors.names(). base: a tensor of the same shape and type that is much like it, such as
-    the checkpoint before: what differs is coded. Raises UnknownCodecError; CodecError for what the codec does not take.
+    codec: `huffman` is the one there is. base: a tensor of the same shape and type that is much like it, such as the
+    checkpoint before: what differs is coded. Raises UnknownCodecError; CodecError for what the codec does not take.
     """
-    from kvrail.codec import tensors
+    from kvrail.codec.huffman.codec import HuffmanCodec
+    from kvrail.codec.registry import UnknownCodecError
 
-    return tensors.get(codec).encode(tensor, base=base)
+    if codec != HuffmanCodec.name:
+        raise UnknownCodecError(f"tensor codec {codec!r} is unknown; choose {HuffmanCodec.name}")
+    return HuffmanCodec().encode(tensor, base=base)
 
 
 def decode(payload: "Payload", *, base: "torch.Tensor | None" = None) -> "torch.Tensor":
@@ -31,9 +34,9 @@ def decode(payload: "Payload", *, base: "torch.Tensor | None" = None) -> "torch.
 
     Raises CodecError, which says what is wrong, where the bytes are not whole or the base is another one.
     """
-    from kvrail.codec import tensors
+    from kvrail.codec.huffman.codec import HuffmanCodec
 
-    return tensors.of(payload).decode(payload, base=base)
+    return HuffmanCodec().decode(payload, base=base)
 
 
 def names() -> tuple[str, ...]:

@@ -9,14 +9,13 @@ from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.huffman import cpu
 from kvrail.codec.huffman.format import FORMATS, Format
-from kvrail.codec.huffman.payload import MAGIC, MAX_DIMENSIONS, Layout, parse
+from kvrail.codec.huffman.payload import MAX_DIMENSIONS, Layout, parse
 
 
 class HuffmanCodec:
     """The tensor codec `huffman`, on a CPU. Made once; any thread may use it."""
 
     name = "huffman"
-    magic = MAGIC
     dtypes = frozenset(FORMATS)
 
     def encode(self, tensor: torch.Tensor, *, base: torch.Tensor | None = None, threads: int = 0) -> memoryview:
