@@ -21,6 +21,8 @@ KINDS = (
     {"logprobs": 2},
 )
 LENGTHS = (65, 500, 1100, 190)
+ASKED = [(prompt_of(length, seed=number), kind) for number, kind in enumerate(KINDS) for length in LENGTHS]
+ALONE = []
 
 
 @pytest.fixture(params=["plain", "sealed"])
@@ -40,20 +42,25 @@ def connected(monkeypatch):
     return places
 
 
+async def alone():
+    """What each gets where the decode worker computes it itself, asked once for all tests."""
+    if not ALONE:
+        async with cluster(tiny_model("llama"), "tcp") as c:
+            ALONE.extend([(await c.ask(prompt, local=True, **kind)).tokens for prompt, kind in ASKED])
+    return ALONE
+
+
 async def test_every_kind_of_request_beside_clients_that_leave(authority, connected):
-    folder = tiny_model("llama")
-    asked = [(prompt_of(length, seed=number), kind) for number, kind in enumerate(KINDS) for length in LENGTHS]
-    async with cluster(folder, "tcp", authority=authority) as c:
-        alone = [(await c.ask(prompt, local=True, **kind)).tokens for prompt, kind in asked]
-    async with cluster(folder, "tcp", authority=authority) as c:
+    expected = await alone()
+    async with cluster(tiny_model("llama"), "tcp", authority=authority) as c:
         leaving = [asyncio.create_task(c.ask(prompt_of(1100, seed=100 + number))) for number in range(8)]
-        asking = [asyncio.create_task(c.ask(prompt, **kind)) for prompt, kind in asked]
+        asking = [asyncio.create_task(c.ask(prompt, **kind)) for prompt, kind in ASKED]
         for number, each in enumerate(leaving):
             await asyncio.sleep(0.01 * number)
             each.cancel()
         answers = await asyncio.gather(*asking)
         await asyncio.gather(*leaving, return_exceptions=True)
-        assert [answer.tokens for answer in answers] == alone
+        assert [answer.tokens for answer in answers] == expected
         assert all(answer.summary.prefill_worker for answer in answers)
         await c.settled()
     assert {place.number for place in connected} == set(range(messages.MOST_CONNECTIONS))
