@@ -92,8 +92,7 @@ class Sending(Attempt):
         )
         try:
             self._control(pack(Accepted(route.codec.name, route.transport.name, route.transport.address)))
-            sender.begin(self._source, 0)
-            sending = asyncio.create_task(sender.run())
+            sending = asyncio.create_task(sender.run(self._source))
             beside = [asyncio.create_task(part) for part in (self._feed(sender), self._beat())]
             try:
                 await sending

@@ -92,22 +92,15 @@ class PageSender:
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._later: list[tuple[int, int, int, _StagePayload]] = []  # a heap
         self._held: asyncio.Queue[bool] = asyncio.Queue()  # True for each that was put there, False at the end
-        self._source: PoolPages | None = None
-        self._begun = asyncio.Event()
+        self._source: PoolPages
         self._asking = asyncio.Semaphore(2 * queue.slots)  # as many wait as may end at once, or later stages slip in
         self._leaving = asyncio.Semaphore(LATER_SLOTS)
         self._encoding = asyncio.Lock()  # side by side, each would take as long as all: the first could leave no sooner
         self._digesting = asyncio.Lock()  # one by one, in the order of leaving, while the next block is encoded
         self._next_sequence = 0
 
-    def begin(self, source: PoolPages, cached_pages: int) -> None:
-        """The request has its pages; of these the first `cached_pages` are complete."""
-        self._source = source
-        self._begun.set()
-        self.add(Piece(0, self.outgoing.layout.num_layers, 0, cached_pages, None))
-
     def add(self, piece: Piece) -> None:
-        """Queue complete pages; also before `begin`."""
+        """Queue complete pages; also before `run`."""
         if piece.end_page > self.outgoing.held_pages:
             self._pieces.put_nowait(piece)
 
@@ -115,12 +108,14 @@ class PageSender:
         """No more pages will come."""
         self._pieces.put_nowait(None)
 
-    async def run(self) -> None:
-        """Send everything until closed. Cancelled, it drops what still waits; no page is read any more then.
+    async def run(self, source: PoolPages, cached_pages: int = 0) -> None:
+        """Send all pages of `source` until closed; the first `cached_pages` are complete now.
 
-        Raises TransferAbortedError where the receiver is gone, CodecError where the codec does not take the pages.
+        Cancelled, it drops what still waits; no page is read any more then. Raises TransferAbortedError where the
+        receiver is gone, CodecError where the codec does not take the pages.
         """
-        await self._begun.wait()
+        self._source = source
+        self.add(Piece(0, self.outgoing.layout.num_layers, 0, cached_pages, None))
         stages = [asyncio.create_task(part) for part in (self._send_pieces(), self._send_later())]
         try:
             await asyncio.gather(*stages)
@@ -217,7 +212,6 @@ class PageSender:
 
     def _encode(self, piece: Piece) -> list[_StagePayload]:
         """All stages of one piece, complete, with the digests of those that lie on a device."""
-        assert self._source is not None
         codec, source, outgoing = self._codec, self._source, self.outgoing
         layers = range(piece.first_layer, piece.end_layer)
         begin = perf_counter()

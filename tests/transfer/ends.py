@@ -116,9 +116,7 @@ class Transfers:
             self.observer,
         )
         try:
-            sending = asyncio.create_task(sender.run())
-            await asyncio.sleep(0)
-            sender.begin(self.source, self.cached_pages)
+            sending = asyncio.create_task(sender.run(self.source, self.cached_pages))
             borders = [border for border in (3, 7, PAGES) if border >= self.cached_pages]
             for layer, (first, end) in itertools.product(range(4), itertools.pairwise(borders)):
                 sender.add(Piece(layer, layer + 1, first, end, None))

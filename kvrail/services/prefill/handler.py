@@ -72,6 +72,7 @@ class PrefillHandler:
         self._timeline = timeline
         self._spans = spans
         self._lease: PageLease | None = None
+        self._sending: asyncio.Task[None] | None = None  # from the moment that the request has pages
         self._impatience: asyncio.TimerHandle | None = None
 
     async def run(self, accepted: prefill_pb2.Accepted) -> None:
@@ -82,7 +83,6 @@ class PrefillHandler:
         if parts.patience_s < math.inf:
             loop = asyncio.get_running_loop()
             self._impatience = loop.call_later(parts.patience_s, events.fail, OverloadedError(NO_PAGES))
-        sending = asyncio.create_task(self._sender.run())
         beating = asyncio.create_task(self._beat())
         outcome = "aborted"
         try:
@@ -90,7 +90,8 @@ class PrefillHandler:
             beating.cancel()  # from here on there is something to send
             await parts.observer.passed_on()  # the last layers were reported before the end
             self._sender.close()
-            await sending
+            assert self._sending is not None, "what was computed had pages"
+            await self._sending
             spans = self._spans.all() if self._spans is not None and self._spans.requested else []
             await self._replies.commit(spans_to_proto(spans))
             outcome = "committed"
@@ -107,9 +108,10 @@ class PrefillHandler:
             self._admitted()
             events.close()
             beating.cancel()
-            sending.cancel()
             try:
-                await settled(sending)
+                if self._sending is not None:
+                    self._sending.cancel()
+                    await settled(self._sending)
             finally:
                 await self._release()
 
@@ -150,7 +152,8 @@ class PrefillHandler:
                     self._lease = access.engine.claim_lease(self._engine_id)
                     if self._lease is not None:  # else dropped meanwhile: the events end the call
                         pages = access.pages(self._lease, self._sender.outgoing.num_tokens)
-                        self._sender.begin(pages, event.cached_tokens // access.layout.page_size)
+                        cached_pages = event.cached_tokens // access.layout.page_size
+                        self._sending = asyncio.create_task(self._sender.run(pages, cached_pages))
                 case PrefillStarted():
                     self._timeline.mark(Moment.PREFILL_STARTED)
                 case Prefilled():
