@@ -47,20 +47,19 @@ async def told(sender, count):
 async def test_layers_of_a_step_enqueued_ahead_come_behind_all_of_the_step_before():
     first, second, side = Sender(), Sender(), Side()
     observer = PageObserver(asyncio.get_running_loop(), side)
-    observer.watch("first", first)
-    observer.watch("second", second)
-    steps = [[WrittenPages("first", 0, 3)], [WrittenPages("second", 0, 3)], [WrittenPages("second", 3, 6)]]
-    for step in steps[:2]:  # both are enqueued before anything is computed
-        layer_written = observer.begin(step)
-        for layer in range(4):
-            layer_written(layer)
-    assert await told(first, 2) == [(0, 2, 3), (2, 4, 3)]
-    assert second.added == []
-    side.marks[0].done.set()  # half of the first step
-    assert await told(second, 0) == []
-    side.marks[1].done.set()
-    assert await told(second, 2) == [(0, 2, 3), (2, 4, 3)]
-    observer.begin(steps[2])(3)  # all layers at once
-    assert await told(second, 2) == [(0, 2, 3), (2, 4, 3)]
-    side.marks[3].done.set()
-    assert await told(second, 3) == [(0, 2, 3), (2, 4, 3), (0, 4, 6)]
+    with observer.watching("first", first), observer.watching("second", second):
+        steps = [[WrittenPages("first", 0, 3)], [WrittenPages("second", 0, 3)], [WrittenPages("second", 3, 6)]]
+        for step in steps[:2]:  # both are enqueued before anything is computed
+            layer_written = observer.begin(step)
+            for layer in range(4):
+                layer_written(layer)
+        assert await told(first, 2) == [(0, 2, 3), (2, 4, 3)]
+        assert second.added == []
+        side.marks[0].done.set()  # half of the first step
+        assert await told(second, 0) == []
+        side.marks[1].done.set()
+        assert await told(second, 2) == [(0, 2, 3), (2, 4, 3)]
+        observer.begin(steps[2])(3)  # all layers at once
+        assert await told(second, 2) == [(0, 2, 3), (2, 4, 3)]
+        side.marks[3].done.set()
+        assert await told(second, 3) == [(0, 2, 3), (2, 4, 3), (0, 4, 6)]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 from dataclasses import dataclass
 
 from kvrail.engine.aio import EngineEvents
@@ -10,7 +9,7 @@ from kvrail.engine.kv.leases import PageLease
 from kvrail.engine.request.events import Admitted, Prefilled, PrefillStarted
 from kvrail.engine.request.requests import EngineRequest
 from kvrail.errors import KvrailError, OverloadedError, TransferAbortedError
-from kvrail.grammar import Grammar, Grammars
+from kvrail.grammar import Grammars
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.logs import exemplar
 from kvrail.runtime.waiting import settled
@@ -18,7 +17,6 @@ from kvrail.services.prefill.observer import PageObserver
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.sending import PageSender
-from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto, spans_to_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker.access import EngineAccess
@@ -36,15 +34,15 @@ HUNG_S = 30.0
 class HandlerParts:
     """What all calls of a prefill worker use.
 
-    patience_s: longest wait for pages. A worker that also decodes needs it: its pages can be held by requests that
-    wait for KV from the very worker whose request waits here.
+    patience_s: longest wait for pages; None: no limit. A worker that also decodes needs one: its pages can be held by
+    requests that wait for KV from the very worker whose request waits here.
     """
 
     access: EngineAccess
     grammars: Grammars
     meters: KVMeters
     observer: PageObserver
-    patience_s: float = math.inf
+    patience_s: float | None = None
 
 
 class PrefillHandler:
@@ -73,47 +71,50 @@ class PrefillHandler:
         self._spans = spans
         self._lease: PageLease | None = None
         self._sending: asyncio.Task[None] | None = None  # from the moment that the request has pages
-        self._impatience: asyncio.TimerHandle | None = None
 
     async def run(self, accepted: prefill_pb2.Accepted) -> None:
         """Compute and send side by side; commit when all has left. However it ends, no page is read any more."""
         parts, params = self._parts, sampling_from_proto(self._request.sampling)
-        events = self._open(params, await parts.grammars.get(params.grammar, self._request.client))
-        self._replies.accept(accepted)
-        if parts.patience_s < math.inf:
-            loop = asyncio.get_running_loop()
-            self._impatience = loop.call_later(parts.patience_s, events.fail, OverloadedError(NO_PAGES))
-        beating = asyncio.create_task(self._beat())
-        outcome = "aborted"
-        try:
-            await self._follow(events)
-            beating.cancel()  # from here on there is something to send
-            await parts.observer.passed_on()  # the last layers were reported before the end
-            self._sender.close()
-            assert self._sending is not None, "what was computed had pages"
-            await self._sending
-            spans = self._spans.all() if self._spans is not None and self._spans.requested else []
-            await self._replies.commit(spans_to_proto(spans))
-            outcome = "committed"
-        except TransferAbortedError:
-            raise
-        except KvrailError:
-            outcome = "failed"
-            raise
-        finally:
-            metrics = parts.meters.transfers
-            metrics.transfers["sent", outcome].inc()
-            metrics.seconds["sent"].observe(self._timeline.elapsed(), example=exemplar())
-            parts.observer.forget(self._engine_id)
-            self._admitted()
-            events.close()
-            beating.cancel()
+        asked = EngineRequest(
+            request_id=self._engine_id,
+            prompt_ids=tuple(self._request.prompt_token_ids),
+            params=params,
+            prefill_only=True,
+            grammar=await parts.grammars.get(params.grammar, self._request.client),
+            cache_salt=self._request.cache_salt,
+        )
+        with parts.observer.watching(self._engine_id, self._sender):
+            events = parts.access.events.open(parts.access.engine, asked)
+            beating = asyncio.create_task(self._beat())
+            outcome = "aborted"
             try:
-                if self._sending is not None:
-                    self._sending.cancel()
-                    await settled(self._sending)
+                self._replies.accept(accepted)
+                await self._follow(events)
+                beating.cancel()  # from here on there is something to send
+                await parts.observer.passed_on()  # the last layers were reported before the end
+                self._sender.close()
+                assert self._sending is not None, "what was computed had pages"
+                await self._sending
+                spans = self._spans.all() if self._spans is not None and self._spans.requested else []
+                await self._replies.commit(spans_to_proto(spans))
+                outcome = "committed"
+            except TransferAbortedError:
+                raise
+            except KvrailError:
+                outcome = "failed"
+                raise
             finally:
-                await self._release()
+                metrics = parts.meters.transfers
+                metrics.transfers["sent", outcome].inc()
+                metrics.seconds["sent"].observe(self._timeline.elapsed(), example=exemplar())
+                events.close()
+                beating.cancel()
+                try:
+                    if self._sending is not None:
+                        self._sending.cancel()
+                        await settled(self._sending)
+                finally:
+                    await self._release()
 
     async def _beat(self) -> None:
         """Say that the call is alive, unless the engine has hung: to wait for one's turn is no silence."""
@@ -123,37 +124,22 @@ class PrefillHandler:
                 if self._parts.access.engine.step_seconds < HUNG_S:
                     self._replies.heartbeat()
 
-    def _open(self, params: SamplingParams, grammar: Grammar | None) -> EngineEvents:
-        """Submit to the engine; from here on its pages find the sender."""
-        self._parts.observer.watch(self._engine_id, self._sender)
-        try:
-            return self._parts.access.events.open(
-                self._parts.access.engine,
-                EngineRequest(
-                    request_id=self._engine_id,
-                    prompt_ids=tuple(self._request.prompt_token_ids),
-                    params=params,
-                    prefill_only=True,
-                    grammar=grammar,
-                    cache_salt=self._request.cache_salt,
-                ),
-            )
-        except BaseException:
-            self._parts.observer.forget(self._engine_id)
-            raise
-
     async def _follow(self, events: EngineEvents) -> None:
         """Follow the engine until the first tokens are drawn."""
-        access = self._parts.access
-        async for event in events:
+        access, coming = self._parts.access, aiter(events)
+        try:
+            async with asyncio.timeout(self._parts.patience_s):
+                admitted = await anext(coming)
+        except TimeoutError:
+            raise OverloadedError(NO_PAGES) from None
+        assert isinstance(admitted, Admitted), "a request first gets its pages"
+        self._lease = access.engine.claim_lease(self._engine_id)
+        if self._lease is not None:  # else dropped meanwhile: the events end the call
+            pages = access.pages(self._lease, self._sender.outgoing.num_tokens)
+            cached_pages = admitted.cached_tokens // access.layout.page_size  # these can leave at once
+            self._sending = asyncio.create_task(self._sender.run(pages, cached_pages))
+        async for event in coming:
             match event:
-                case Admitted():  # its pages are here: those of a cached prefix can leave at once
-                    self._admitted()
-                    self._lease = access.engine.claim_lease(self._engine_id)
-                    if self._lease is not None:  # else dropped meanwhile: the events end the call
-                        pages = access.pages(self._lease, self._sender.outgoing.num_tokens)
-                        cached_pages = event.cached_tokens // access.layout.page_size
-                        self._sending = asyncio.create_task(self._sender.run(pages, cached_pages))
                 case PrefillStarted():
                     self._timeline.mark(Moment.PREFILL_STARTED)
                 case Prefilled():
@@ -166,10 +152,6 @@ class PrefillHandler:
                             marks=marks_to_proto(self._timeline.marks()),
                         )
                     )
-
-    def _admitted(self) -> None:
-        if self._impatience is not None:
-            self._impatience.cancel()
 
     async def _release(self) -> None:
         """Give the pages back; nothing of the transfer runs any more."""

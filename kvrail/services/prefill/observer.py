@@ -1,8 +1,9 @@
 """From the engine's thread to the event loop: which pages a step has completed."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -26,40 +27,39 @@ class PageObserver:
         self._loop = loop
         self._side = side
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="written")
-        self._before: torch.Event | None = None  # the end of the step before the current one
         self._end: torch.Event | None = None  # of the last step that has been enqueued
         self._senders: dict[str, PageSender] = {}
-        self._step: Sequence[WrittenPages] = ()
-        self._first_layer = self._enqueued = self._group = self._num_layers = 0
 
     def begin(self, written: Sequence[WrittenPages]) -> Callable[[int], None]:
         """A step begins that completes these pages of each layer; see LayerListener."""
-        self._step, self._before, self._first_layer, self._enqueued = written, self._end, 0, 0
-        self._group, self._num_layers = self._layers_per_frame(written)
-        return self._layer_written
+        group, num_layers = self._layers_per_frame(written)
+        before, first_layer, enqueued = self._end, 0, 0
 
-    def _layer_written(self, layer: int) -> None:
-        """The work of the step's layers up to this one is enqueued."""
-        end, size = layer + 1, layer + 1 - self._enqueued
-        self._enqueued = end
-        if end + size - self._first_layer <= self._group and end < self._num_layers:
-            return  # the next ones fit into the same frame
-        mark = self._side.mark(awaited=True)
-        complete = range(self._first_layer, end), self._step, mark
-        self._first_layer = end
-        if mark is None:
-            self._loop.call_soon_threadsafe(self._add, *complete)
-            return
-        self._waiter.submit(self._pass_on, self._before, *complete)
-        self._end = mark
+        def layer_written(layer: int) -> None:
+            nonlocal first_layer, enqueued
+            end, size = layer + 1, layer + 1 - enqueued
+            enqueued = end
+            if end + size - first_layer <= group and end < num_layers:
+                return  # the next ones fit into the same frame
+            mark = self._side.mark(awaited=True)
+            complete = range(first_layer, end), written, mark
+            first_layer = end
+            if mark is None:
+                self._loop.call_soon_threadsafe(self._add, *complete)
+                return
+            self._waiter.submit(self._pass_on, before, *complete)
+            self._end = mark
 
-    def watch(self, request_id: str, sender: PageSender) -> None:
-        """Pass the pages of a request of the engine to `sender`."""
+        return layer_written
+
+    @contextmanager
+    def watching(self, request_id: str, sender: PageSender) -> Iterator[None]:
+        """Inside, the pages of a request of the engine are passed to `sender`."""
         self._senders[request_id] = sender
-
-    def forget(self, request_id: str) -> None:
-        """Stop passing them."""
-        self._senders.pop(request_id, None)
+        try:
+            yield
+        finally:
+            del self._senders[request_id]
 
     async def passed_on(self) -> None:
         """Return once all layers that the engine has reported by now are with their senders."""

@@ -1,7 +1,6 @@
 """What a worker serves: one engine, and on one port a service for each of its roles."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -76,7 +75,7 @@ def prefill_servicer(
     worker: Worker, settings: PrefillSettings, codecs: Codecs, transports: Transports, observer: PageObserver
 ) -> PrefillServicer:
     """What serves kvrail.v1.Prefill for a worker."""
-    patience_s = PATIENCE_S if "decode" in settings.roles else math.inf
+    patience_s = PATIENCE_S if "decode" in settings.roles else None
     return PrefillServicer(
         worker.reporter(codecs.parameters, transports.names),
         Terms(worker.model, codecs, transports),
