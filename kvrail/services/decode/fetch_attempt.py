@@ -22,7 +22,6 @@ from kvrail.runtime.waiting import settled
 from kvrail.services.decode.choice import LinkSample
 from kvrail.services.decode.progress import Progress, Received
 from kvrail.telemetry.moments import Moment
-from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.guard import Transfer
 from kvrail.transfer.receiving import PageReceiver
 from kvrail.transfer.silence import unless_silent
@@ -70,6 +69,7 @@ class FetchAttempt:
     """Fetches into leased pages from one worker: inside `asked`, `receive` and the rest.
 
     codecs: the worker takes the first of these that it can use. received: what was agreed on and what has come so far.
+    As the transfer's observer it counts that, for metrics, usage and traces; times the link; has the request draft.
     """
 
     def __init__(
@@ -155,8 +155,7 @@ class FetchAttempt:
             first_recent_page(len(request.prompt_ids), layout.page_size),
             codec.parameters_id,
         )
-        observer = _Watching(parts.meters, self._progress.spans, self)
-        receiver = PageReceiver(transfer, codec, self._pages, parts.executor, observer, parts.silence_s)
+        receiver = PageReceiver(transfer, codec, self._pages, parts.executor, self, parts.silence_s)
         self._call.on_heartbeat = receiver.not_silent
         await receiver.run(self._call.announced, payloads)
         await unless_silent(self._first, parts.silence_s)
@@ -210,14 +209,6 @@ class FetchAttempt:
         self._payloads = await unless_silent(self._open(accepted), self._parts.silence_s)
         return codec, self._payloads
 
-    def begin_drafting(self) -> None:
-        """The pages hold a coarse form of the KV."""
-        if not self.drafting:
-            self._timeline.mark(Moment.KV_COARSE)
-            self.drafting = True
-            with self._parts.access.engine.change() as requests:
-                requests.receive_coarse_kv(self._request.request_id)
-
     async def _take_first_tokens(self) -> None:
         message = await self._call.first_token()
         found = first_tokens_from_proto(message, self._request.params, self._parts.model.loaded.vocab_size)
@@ -226,36 +217,31 @@ class FetchAttempt:
         with self._parts.access.engine.change() as requests:
             requests.receive_first_tokens(self._request.request_id, tokens)
 
-
-class _Watching:
-    """Counts what an attempt receives, for metrics, usage and traces; times its link, and has the request draft."""
-
-    def __init__(self, meters: KVMeters, spans: SpanLog | None, attempt: FetchAttempt) -> None:
-        self._meters = meters
-        self._spans = spans
-        self._attempt = attempt
-
     def arrived(self, payload_bytes: int, waited_s: float, crossing_s: float) -> None:
         """A frame is here."""
-        if self._spans is not None:
-            self._spans.add("wait for a frame", "wait", waited_s, bytes=payload_bytes)
-        self._attempt.crossing.add(payload_bytes, crossing_s)
+        if self._progress.spans is not None:
+            self._progress.spans.add("wait for a frame", "wait", waited_s, bytes=payload_bytes)
+        self.crossing.add(payload_bytes, crossing_s)
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame is in the pages."""
-        if self._spans is not None:
-            self._spans.add("decode", pages_of(header), seconds, bytes=payload_bytes, stage=header.stage)
+        spans, meters = self._progress.spans, self._parts.meters
+        if spans is not None:
+            spans.add("decode", pages_of(header), seconds, bytes=payload_bytes, stage=header.stage)
         raw_bytes = header.spec.raw_bytes if header.stage == header.num_stages - 1 else 0
-        self._meters.coding.decoded(header.codec, seconds)
-        self._meters.transfers.crossed("received", header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
-        received = self._attempt.received
-        received.payload_bytes += payload_bytes
-        received.raw_bytes += raw_bytes
+        meters.coding.decoded(header.codec, seconds)
+        meters.transfers.crossed("received", header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
+        self.received.payload_bytes += payload_bytes
+        self.received.raw_bytes += raw_bytes
 
     def coarse(self) -> None:
         """The pages hold a coarse form of the KV."""
-        self._attempt.begin_drafting()
+        if not self.drafting:
+            self._timeline.mark(Moment.KV_COARSE)
+            self.drafting = True
+            with self._parts.access.engine.change() as requests:
+                requests.receive_coarse_kv(self._request.request_id)
 
     def kept(self, change: int) -> None:
         """Earlier stages are kept until the last has come, or are no more."""
-        self._meters.transfers.kept_bytes.inc(change)
+        self._parts.meters.transfers.kept_bytes.inc(change)
