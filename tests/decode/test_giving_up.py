@@ -9,6 +9,7 @@ import pytest
 from kvrail.errors import DeadlineError, OverloadedError, WorkerUnavailableError
 from kvrail.services.decode.fetch_attempt import FetchAttempt
 from kvrail.services.decode.local import LocalFallbacks
+from kvrail.services.decode.prefill_workers import PrefillTarget
 from kvrail.services.decode.prompt_fetch import PromptFetch
 from kvrail.values.layout import KVLayout
 from kvrail.values.sampling import SamplingParams
@@ -79,9 +80,11 @@ async def test_a_transport_is_avoided_where_it_may_have_failed(error):
 
     received = SimpleNamespace(transport="ucx", payload_bytes=0)
     chooser = SimpleNamespace(link_bytes_per_s=lambda _: 0, observe_link=lambda *_: None)
+    breaker = SimpleNamespace(allows=True, begin=lambda: 0.0, failed=failed.append, left=lambda _: None)
     fetch = made(
         PromptFetch,
         _fetcher=SimpleNamespace(
+            breakers=SimpleNamespace(of=lambda _: breaker),
             chooser=chooser,
             workers=SimpleNamespace(client=lambda _: None),
             offered_transports=lambda _: (),
@@ -90,9 +93,8 @@ async def test_a_transport_is_avoided_where_it_may_have_failed(error):
         _progress=SimpleNamespace(committed=False),
         _until=None,
     )
-    breaker = SimpleNamespace(begin=lambda: 0.0, failed=failed.append, left=lambda _: None)
-    attempt = SimpleNamespace(received=received, crossing=None, asked=asked, receive=receive)
-    assert not await fetch._from_worker("p:1", breaker, attempt)
+    attempt = SimpleNamespace(received=received, crossing=None, asked=asked, receive=receive, drafting=False)
+    assert not await fetch._from_worker(PrefillTarget("p:1"), attempt)
     expected = error is WorkerUnavailableError
     assert (avoided, failed) == (([("p:1", "ucx")], [0.0]) if expected else ([], []))
 

@@ -106,18 +106,12 @@ class PrefillTarget:
     instance: int = 0
 
 
-class Breakers:
+class Breakers(Recent[PrefillTarget, Breaker]):
     """A breaker for each prefill worker, and a new one for each start of its process."""
-
-    def __init__(self) -> None:
-        self._known: Recent[str, tuple[int, Breaker]] = Recent()
 
     def of(self, worker: PrefillTarget) -> Breaker:
         """The breaker of this start of the worker."""
-        instance, breaker = self._known.get(worker.address, (worker.instance, None))
-        if breaker is None or instance != worker.instance:
-            breaker = Breaker()
-        self._known[worker.address] = worker.instance, breaker
+        breaker = self[worker] = self.get(worker) or Breaker()
         return breaker
 
 

@@ -88,53 +88,41 @@ class PromptFetch:
                 self.computed()
 
     async def _run(self, admitted: Admitted, events: EngineEvents) -> None:
-        outcome = "aborted"
+        """Have the workers asked, one after the other. When this returns, none of them writes the pages."""
+        request, layout, engine = self._request, self._access.layout, self._access.engine
+        pages = layout.pages_for(len(request.prompt_ids)) - admitted.cached_tokens // layout.page_size
+        outcome, lease = "aborted", None
         try:
-            if await self._from_workers(admitted):
-                return
+            first = self._targets[0].address
+            codecs = self._fetcher.offer(self._codec, first, pages * layout.page_bytes, self._progress)
+            lease = engine.claim_lease(request.request_id)
+            if lease is None:
+                return  # dropped meanwhile: its pages are not needed any more
+            for number, target in enumerate(self._targets):
+                if number:
+                    self._metrics.fallbacks["alternate"].inc()
+                attempt = FetchAttempt(self._fetcher.parts, self._progress, lease, admitted.cached_tokens, codecs)
+                if await self._from_worker(target, attempt):
+                    return
             outcome = "failed"
         except Exception:
             outcome = "failed"
             logger.exception("fetching KV failed")
         finally:
+            if lease is not None:
+                engine.release_lease(lease)
             self._metrics.transfers["received", "committed" if self._progress.committed else outcome].inc()
         if not self._progress.committed:
             self._compute_here(admitted, events)
 
-    async def _from_workers(self, admitted: Admitted) -> bool:
-        """Whether a worker has filled the pages, or the request is gone. When this returns, nothing writes them."""
-        layout, first = self._access.layout, self._targets[0].address
-        pages = layout.pages_for(len(self._request.prompt_ids)) - admitted.cached_tokens // layout.page_size
-        codecs = self._fetcher.offer(self._codec, first, pages * layout.page_bytes, self._progress)
-        lease = self._access.engine.claim_lease(self._request.request_id)
-        if lease is None:
-            return True  # dropped meanwhile: its pages are not needed any more
-        try:
-            for number, target in enumerate(self._targets):
-                if number:
-                    self._metrics.fallbacks["alternate"].inc()
-                breaker = self._fetcher.breakers.of(target)
-                if not breaker.allows:
-                    logger.info(
-                        "prefill worker %s failed %d requests in a row; not asked for %.1f s",
-                        target.address,
-                        breaker.failures,
-                        breaker.pause_s,
-                    )
-                    continue
-                attempt = FetchAttempt(self._fetcher.parts, self._progress, lease, admitted.cached_tokens, codecs)
-                if await self._from_worker(target.address, breaker, attempt):
-                    return True
-                if attempt.drafting:  # the next transfer writes the same pages
-                    with self._access.engine.change() as requests:
-                        requests.drop_drafts(self._request.request_id)
-            return False
-        finally:
-            self._access.engine.release_lease(lease)
-
-    async def _from_worker(self, address: str, breaker: Breaker, attempt: FetchAttempt) -> bool:
+    async def _from_worker(self, target: PrefillTarget, attempt: FetchAttempt) -> bool:
         """Whether one worker has filled the pages."""
-        fetcher, progress, received = self._fetcher, self._progress, attempt.received
+        fetcher, progress, received, address = self._fetcher, self._progress, attempt.received, target.address
+        breaker = fetcher.breakers.of(target)
+        if not breaker.allows:
+            failed, pause_s = breaker.failures, breaker.pause_s
+            logger.info("prefill worker %s failed %d requests in a row; not asked for %.1f s", address, failed, pause_s)
+            return False
         timeout_s = None if self._until is None else self._until - monotonic()
         link = fetcher.chooser.link_bytes_per_s(address)
         progress.prefill_worker, progress.received = address, received
@@ -155,6 +143,9 @@ class PromptFetch:
                 breaker.failed(began)
                 if received.transport and not received.payload_bytes:
                     fetcher.avoid(address, received.transport)
+            if attempt.drafting:  # the next transfer writes the same pages
+                with self._access.engine.change() as requests:
+                    requests.drop_drafts(self._request.request_id)
             return False
         finally:
             breaker.left(began)
