@@ -72,16 +72,16 @@ class StubDecode:
             kv_cache="plain",
         )
 
-    async def generate(self, request: decode_pb2.GenerateRequest, context: Any) -> None:
+    async def generate(self, request: decode_pb2.GenerateRequest, write: Any, until: float | None) -> None:
         """The output of one request."""
         count = request.sampling.max_tokens
         for number in range(count):
             await self.steps.step()
             finish_reason = decode_pb2.FINISH_REASON_LENGTH if number == count - 1 else 0
             reply = decode_pb2.GenerateReply(token_ids=[65 + number % 26], text=text(), finish_reason=finish_reason)
-            await context.write(reply)
+            await write(reply)
         summary = decode_pb2.GenerateSummary(completion_tokens=count)
-        await context.write(decode_pb2.GenerateReply(summary=summary))
+        await write(decode_pb2.GenerateReply(summary=summary))
 
 
 async def serve_worker() -> None:

@@ -8,8 +8,9 @@ ones, in which each request has several replies.
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from time import monotonic
 from typing import Any, Protocol
 
 import grpc
@@ -32,11 +33,15 @@ MAX_TIMEOUT_S = 1e9
 """Longest deadline of a request: an event loop's clock cannot always represent more."""
 
 
+Write = Callable[[decode_pb2.GenerateReply], Awaitable[None]]
+"""Sends a reply to the router; waits while too many wait for it."""
+
+
 class DecodeWorker(Protocol):
     """What a decode worker does behind the service."""
 
-    async def generate(self, request: decode_pb2.GenerateRequest, context: "RequestContext") -> None:
-        """Serve one request, writing its replies to `context`.
+    async def generate(self, request: decode_pb2.GenerateRequest, write: Write, until: float | None) -> None:
+        """Serve one request, sending its replies by `write`. until: its deadline on time.monotonic, if it has one.
 
         It raises from the error tree, and is cancelled when the request is aborted.
         """
@@ -200,10 +205,10 @@ class EventSender:
         """Serve one request from its start to its end; if it is aborted, no end is sent."""
         number, timeout_s, request = submitted.number, submitted.timeout_s, submitted.request
         error: KvrailError | None = None
-        context = RequestContext(self, number, timeout_s)
+        until = monotonic() + timeout_s if timeout_s else None
         try:
             async with asyncio.timeout(timeout_s or None):
-                await self._worker.generate(request, context)
+                await self._worker.generate(request, partial(self.write, number), until)
         except KvrailError as raised:
             error = raised
         except TimeoutError:
@@ -219,17 +224,3 @@ class EventSender:
         if error is not None:
             code, message, trailer = to_status(error)
             end.code, end.message, end.error = code.value[0], message, trailer
-
-
-class RequestContext:
-    """The way back to the router for one request. write: sends a reply; waits while too many wait for the router."""
-
-    def __init__(self, sender: EventSender, number: int, timeout_s: float) -> None:
-        """timeout_s: until the deadline; 0: none."""
-        self.write = partial(sender.write, number)
-        self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.time() + timeout_s if timeout_s else None
-
-    def time_remaining(self) -> float | None:
-        """Seconds until the deadline; None without one."""
-        return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())

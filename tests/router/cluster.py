@@ -3,6 +3,7 @@
 import asyncio
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -172,13 +173,13 @@ class FakeDecode:
         self.target = ""
         self.hung = False
 
-    async def generate(self, request, context):
+    async def generate(self, request, write, until):
         self.requests.append(request)
-        self.deadlines.append(context.time_remaining())
+        self.deadlines.append(until and until - time.monotonic())
         try:
             async with aclosing(self.script(self, request)) as replies:
                 async for reply in replies:
-                    await context.write(reply)
+                    await write(reply)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise

@@ -30,9 +30,9 @@ class Raising:
     def __init__(self):
         self.error = None
 
-    async def generate(self, request, context):
+    async def generate(self, request, write, until):
         if request.model:
-            await context.write(decode_pb2.GenerateReply(text="one"))
+            await write(decode_pb2.GenerateReply(text="one"))
         raise self.error
 
     @maps_errors

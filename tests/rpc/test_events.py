@@ -34,13 +34,13 @@ class Worker:
         self.told = 0
         self.go_on = asyncio.Event()
 
-    async def generate(self, request, context):
+    async def generate(self, request, write, until):
         order, _, number = request.request_id.partition(" ")
         self.running.add(request.request_id)
-        self.streams.add(context.write.func.__self__)  # the stream that it writes to
+        self.streams.add(write.func.__self__)  # the stream that it writes to
         try:
             for i in range(int(number or 1)):
-                await context.write(decode_pb2.GenerateReply(index=i, text="x" * len(request.model)))
+                await write(decode_pb2.GenerateReply(index=i, text="x" * len(request.model)))
                 self.told += 1
                 if order != "flood":
                     await asyncio.sleep(0)
@@ -434,7 +434,7 @@ async def test_a_call_that_cannot_be_made_breaks_the_stream(pair, monkeypatch, m
 async def test_a_request_that_something_inside_it_cancels_has_an_end(pair, monkeypatch):
     worker, client, _, _ = pair
 
-    async def cancelled(request, context):
+    async def cancelled(request, write, deadline):
         raise asyncio.CancelledError
 
     monkeypatch.setattr(worker, "generate", cancelled)

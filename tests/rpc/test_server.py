@@ -26,12 +26,12 @@ class Slow:
         self.cancelled = asyncio.Event()
         self.idle = asyncio.Event()
 
-    async def generate(self, request, context):
+    async def generate(self, request, write, until):
         self.running += 1
         try:
-            await context.write(decode_pb2.GenerateReply(text="one"))
+            await write(decode_pb2.GenerateReply(text="one"))
             await self.release.wait()
-            await context.write(decode_pb2.GenerateReply(text="two"))
+            await write(decode_pb2.GenerateReply(text="two"))
         except asyncio.CancelledError:
             self.cancelled.set()
             raise

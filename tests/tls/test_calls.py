@@ -25,10 +25,10 @@ class Decode:
     def __init__(self):
         self.release = asyncio.Event()
 
-    async def generate(self, request, context):
-        await context.write(decode_pb2.GenerateReply(text="one"))
+    async def generate(self, request, write, until):
+        await write(decode_pb2.GenerateReply(text="one"))
         await self.release.wait()
-        await context.write(decode_pb2.GenerateReply(text="two"))
+        await write(decode_pb2.GenerateReply(text="two"))
 
     @maps_errors
     async def GetStatus(self, request, context):

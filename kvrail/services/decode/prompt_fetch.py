@@ -25,8 +25,8 @@ CALL_END_S = 1.0
 class PromptFetch:
     """Has the missing pages of one request filled, whatever fails on the way.
 
-    targets: prefill workers, in the order in which they are asked. codec: a name, or AUTO. timeout_s: left to the
-    request, if it has a deadline. `begin` starts it, `leave` ends it; between them it belongs to one event loop.
+    targets: prefill workers, in the order in which they are asked. codec: a name, or AUTO. until: the request's
+    deadline on time.monotonic, if it has one. `begin` starts it, `leave` ends it; both on one event loop.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class PromptFetch:
         progress: Progress,
         targets: Sequence[PrefillTarget],
         codec: str,
-        timeout_s: float | None,
+        until: float | None,
     ) -> None:
         self._fetcher, self._progress, self._targets, self._codec = fetcher, progress, targets, codec
-        self._until = None if timeout_s is None else monotonic() + timeout_s
+        self._until = until
         self._request = progress.request
         self._access, self._metrics = fetcher.parts.access, fetcher.parts.meters.transfers
         self._task: asyncio.Task[None] | None = None

@@ -11,7 +11,7 @@ from kvrail.engine.request.events import Admitted, Finished, Output, Recomputed
 from kvrail.engine.request.requests import EngineRequest, Resumed
 from kvrail.grammar import Grammars
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.events_server import RequestContext
+from kvrail.rpc.events_server import Write
 from kvrail.runtime.drain import ActiveCalls
 from kvrail.runtime.logs import bound_request_id
 from kvrail.services.decode import trace
@@ -62,7 +62,7 @@ class DecodeServicer:
         status.withheld_codecs.extend(self._withheld_codecs)
         return status
 
-    async def generate(self, request: decode_pb2.GenerateRequest, context: RequestContext) -> None:
+    async def generate(self, request: decode_pb2.GenerateRequest, write: Write, until: float | None) -> None:
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
         with bound_request_id(request.request_id), self._active.track():
             self._model.check(request.model, request.model_fingerprint, request.kv_cache)
@@ -97,10 +97,10 @@ class DecodeServicer:
             hop = trace.begin(self._tracing, request, timeline) if self._tracing else None
             progress = Progress(asked, self._invariance, request.provisional, request.trace, hop, timeline)
             with hop.following(lambda hop, error: trace.end(hop, progress, error)) if hop else nullcontext():
-                fetch = PromptFetch(self._fetcher, progress, workers, codec, context.time_remaining())
-                await self._follow(progress, fetch, context)
+                fetch = PromptFetch(self._fetcher, progress, workers, codec, until)
+                await self._follow(progress, fetch, write)
 
-    async def _follow(self, progress: Progress, fetch: PromptFetch, context: RequestContext) -> None:
+    async def _follow(self, progress: Progress, fetch: PromptFetch, write: Write) -> None:
         """Have the engine generate, and send the caller its output."""
         events = self._access.events.open(self._access.engine, progress.request)
         try:
@@ -115,7 +115,7 @@ class DecodeServicer:
                 if isinstance(event, Admitted) and event.awaits_kv:
                     fetch.begin(event, events)
                 if reply is not None:
-                    await context.write(reply)
+                    await write(reply)
             self._fetcher.learn(progress)
         finally:
             events.close()
