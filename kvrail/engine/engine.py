@@ -212,7 +212,10 @@ class Engine:
         failures = self._failures
         now, self._in_flight = self._in_flight, None
         if now is None:
-            now = self._launch(self._plan())
+            with self._changed:
+                step = self._tracker.plan()
+            self._deliver()
+            now = self._launch(step)
         elif now.undrawn:
             now = self._draw(now)
         if now is not None:
@@ -228,13 +231,6 @@ class Engine:
             if self._failures == failures:  # neither this step nor the one behind it has failed
                 self._failures = 0
 
-    def _plan(self) -> Step:
-        with self._changed:
-            self._tracker.admit()
-            step = self._tracker.plan()
-        self._deliver()
-        return step
-
     def _launch(self, step: Step, drawn: Tensor | None = None) -> InFlightStep | None:
         """Enqueue a step; None if there is nothing to compute or that failed. drawn: what the step before draws.
 
@@ -246,11 +242,12 @@ class Engine:
         feed = Feed(drawn, step.sources) if drawn is not None and step.sources else None
         waits = feed is not None and step.constrained()
         try:
-            launched = InFlightStep(step, begin, None if waits else self._masks.begin(step))
+            masks = None if waits else self._masks.begin(step)
             draws = self._sampler.params_of(step.drawn_in_order()) if self._runner.launches_async else ()
             listener = self._listener
             on_layer = listener.begin(step.written) if listener is not None and step.written else None
-            launched.computed(self._runner.execute(step.slices, on_layer, feed, draws), self._runner.extras)
+            logits = self._runner.execute(step.slices, on_layer, feed, draws)
+            launched = InFlightStep(step, begin, masks, logits, self._runner.extras)
         except Exception as error:  # noqa: BLE001 whatever broke a step, its requests must fail with it
             self._step_failed([step], error)
             return None
@@ -273,7 +270,6 @@ class Engine:
         with self._changed:
             if self._stopping:
                 return None
-            self._tracker.admit()
             step = self._tracker.plan_ahead(now.step)
         self._deliver()
         behind = None if step is None else self._launch(step, None if sample is None else sample.tokens)

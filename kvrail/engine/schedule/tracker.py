@@ -190,16 +190,18 @@ class RequestTracker:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def plan(self) -> Step:
-        """The next step."""
+        """Admit what fits, and plan the next step."""
+        self.admit()
         work = self._scheduler.schedule()
         self._report_dropped()
         return self._begin(work)
 
     def plan_ahead(self, step: Step) -> Step | None:
-        """The step behind `step`, which computes now; None where it depends on what that draws.
+        """Admit what fits, and plan the step behind `step`, which computes now; None if it depends on what that draws.
 
         A sequence that ends for a reason that cannot be foreseen is in it all the same; what it draws is dropped.
         """
+        self.admit()
         ending: set[Seq] = set()
         for sequence in step.drawn_for:
             if sequence.prefill_only or ends_by_length(sequence, self._limits) or self._drafting.fills(sequence):
@@ -245,9 +247,15 @@ class RequestTracker:
         now = [(s, t) for s, t in self._drawn if request_id in (None, s.request_id)]
         self._drawn = [] if request_id is None else [(s, t) for s, t in self._drawn if s.request_id != request_id]
         for sequence, drawn in now:
-            # A request may have ended: a stop string cuts off the accepted drafts behind it.
-            if (state := self._requests.get(sequence.request_id)) is not None:
-                self._emit(state, sequence, drawn)
+            if (state := self._requests.get(sequence.request_id)) is None:
+                continue  # it has ended: a stop string cuts off the accepted drafts behind it
+            if isinstance(drawn, NewToken):
+                self._emit_token(state, sequence, drawn)
+            elif isinstance(drawn, Draft):
+                self._events.append((sequence.request_id, state.drafted(sequence, drawn)))
+            else:
+                state.end_drafts()
+                self._events.append((sequence.request_id, drawn))
 
     # -- details -------------------------------------------------------------------------------------------------
 
@@ -375,15 +383,6 @@ class RequestTracker:
         """Report drafts that were dropped: none is accepted."""
         for sequence, count in self._scheduler.take_dropped():
             self._drawn.append((sequence, Verified(sequence.index, count, 0, dropped=True)))
-
-    def _emit(self, state: RequestState, sequence: Seq, drawn: NewToken | Draft | Verified) -> None:
-        if isinstance(drawn, NewToken):
-            self._emit_token(state, sequence, drawn)
-        elif isinstance(drawn, Draft):
-            self._events.append((sequence.request_id, state.drafted(sequence, drawn)))
-        else:
-            state.end_drafts()
-            self._events.append((sequence.request_id, drawn))
 
     def _emit_token(self, state: RequestState, sequence: Seq, new: NewToken) -> None:
         """Emit a token with its text; a stop string that it completes ends the sequence."""

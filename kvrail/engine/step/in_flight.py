@@ -20,17 +20,29 @@ from kvrail.values.sampling import PromptLogprobs
 
 
 class InFlightStep:
-    """A step that the device has. begin: when the device got it, in seconds of perf_counter."""
+    """A step that the device has. begin: when the device got it, in seconds of perf_counter.
 
-    def __init__(self, step: Step, begin: float, masks: "Future[Masks] | None") -> None:
+    logits, extras: what it computes; `logits` are valid until it gets the next step.
+    """
+
+    def __init__(
+        self, step: Step, begin: float, masks: "Future[Masks] | None", logits: torch.Tensor, extras: Extras
+    ) -> None:
         self.step = step
         self.begin = begin
         self.sample: PendingSample | None = None
         self._masks = masks
         self._logits: torch.Tensor | None = None
         self._end: Enqueued | None = None  # where nothing is drawn
-        self._extras = Extras()
-        self._scores: Scores | None = None
+        self._extras = extras
+        self._scores = Scores(logits, step.scoring) if step.scoring else None
+        rows = step.logit_rows
+        if rows:
+            # Equal counts would not do: a prompt's row can serve n draws.
+            in_order = rows == list(range(logits.shape[0]))
+            self._logits = logits if in_order else logits[rows]
+        else:
+            self._end = Enqueued(logits.device)
 
     @property
     def undrawn(self) -> bool:
@@ -41,19 +53,6 @@ class InFlightStep:
     def near_end(self) -> torch.cuda.Event | None:
         """The event that little of the step is left, if it has one."""
         return self._extras.near_end
-
-    def computed(self, logits: torch.Tensor, extras: Extras) -> None:
-        """Take in what the device computes. `logits` are valid until the device gets the next step."""
-        self._extras = extras
-        if self.step.scoring:
-            self._scores = Scores(logits, self.step.scoring)
-        rows = self.step.logit_rows
-        if rows:
-            # Equal counts would not do: a prompt's row can serve n draws.
-            in_order = rows == list(range(logits.shape[0]))
-            self._logits = logits if in_order else logits[rows]
-        else:
-            self._end = Enqueued(logits.device)
 
     def find_masks(self, finder: MaskFinder) -> None:
         """Begin to find the masks: every token before the rows is known now."""
