@@ -89,6 +89,8 @@ class PageReceiver:
             with KeptStages(self._observer, self._codec.reads_earlier_payloads) as kept:
                 async with together() as landing:
                     await self._take_all(reading, landing, kept)
+        except CodecError as error:
+            raise FrameError(f"request {self._transfer.request_id}: {error}") from error
         finally:
             await self._give_up(reading)
         if not self._guard.complete():
@@ -135,26 +137,19 @@ class PageReceiver:
         self, announced: Callable[[], Awaitable[Announcement | None]], payload_receiver: PayloadReceiver
     ) -> None:
         """Admit frames as they are announced, and have their payloads come."""
+        spec = self._transfer.spec
         while (announcement := await announced()) is not None:
-            header, digest = self._admit(announcement)
+            size = announcement.payload_bytes
+            header, digest = unpack_head(announcement.head, size, max_payload_bytes(spec))
+            if header.spec.num_kv_heads != spec.num_kv_heads:
+                raise FrameFormatError(f"frame {header.sequence} has some of the KV heads; pages are written whole")
+            self._guard.admit(header, size)
             await self._room.acquire()
             # On a device a check takes less time than a thread's turn, so there it comes with decoding.
             unchecked = digest if announcement.on_device else None
             region = asyncio.create_task(self._receive(announcement, digest, payload_receiver))
             self._arrivals.append(_Arrival(header, unchecked, region))
             self._changed.set()
-
-    def _admit(self, announcement: Announcement) -> tuple[FrameHeader, Digest]:
-        """Check a frame's head; returned with it is the digest that the payload must have."""
-        size = announcement.payload_bytes
-        try:
-            header, digest = unpack_head(announcement.head, size, max_payload_bytes(self._transfer.spec))
-            if header.spec.num_kv_heads != self._transfer.spec.num_kv_heads:
-                raise FrameFormatError(f"frame {header.sequence} has some of the KV heads; pages are written whole")
-            self._guard.admit(header, size)
-        except CodecError as error:
-            raise self._wrong(error) from error
-        return header, digest
 
     async def _receive(self, announcement: Announcement, digest: Digest, payload_receiver: PayloadReceiver) -> Region:
         """Where a payload lies; in host memory it is checked, too."""
@@ -168,11 +163,8 @@ class PageReceiver:
         return region
 
     def _check(self, digest: Digest, region: Region) -> None:
-        try:
-            with self._sink.writing():
-                check_payload(digest, region.payload)
-        except CodecError as error:
-            raise self._wrong(error) from error
+        with self._sink.writing():
+            check_payload(digest, region.payload)
 
     async def _next(self, reading: "asyncio.Task[None]") -> Region | None:
         """Where the payload of the first of `_arrivals` lies, once it is here; None at the end."""
@@ -211,14 +203,9 @@ class PageReceiver:
             with self._sink.writing():
                 pages = self._sink.block(layers, header.first_page, header.first_page + spec.num_pages)
                 self._codec.decode(header.stage, kept.add(header, region.payload), pages)
-        except CodecError as error:
-            raise self._wrong(error) from error
         finally:
             self._sink.synchronize()
         return perf_counter() - begin
-
-    def _wrong(self, error: CodecError) -> FrameError:
-        return FrameError(f"request {self._transfer.request_id}: {error}")
 
 
 async def _unless_failed(wanted: "asyncio.Task[T]", other: "asyncio.Task[None]") -> None:
