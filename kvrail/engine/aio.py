@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from kvrail.engine.engine import Engine
 from kvrail.engine.request.events import Delivery, Event, Failed, Finished, Prefilled
 from kvrail.engine.request.requests import EngineRequest
-from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.errors import InvalidRequestError
 
 
 class EventRouter:
@@ -83,14 +83,10 @@ class EngineEvents:
                 return
 
     def put(self, event: Event) -> None:
-        """Add the request's next event; called on the loop."""
+        """Add the request's next event, which may be a failure outside the engine; called on the loop."""
         self._waiting.append(event)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-    def fail(self, error: KvrailError) -> None:
-        """Fail with an error from outside the engine; called on the loop."""
-        self.put(Failed(error))
 
     def close(self) -> None:
         """Drop the request if it is still live."""

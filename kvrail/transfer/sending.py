@@ -22,7 +22,7 @@ import torch
 from kvrail.codec.base import Codec
 from kvrail.codec.core.digest import Digest, digest_of
 from kvrail.codec.frame import FrameHeader, pack_head
-from kvrail.runtime.waiting import in_thread, settled, together
+from kvrail.runtime.waiting import in_thread, together
 from kvrail.transfer.observer import SendingObserver
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.pool_pages import PoolPages
@@ -116,17 +116,13 @@ class PageSender:
         """
         self._source = source
         self.add(Piece(0, self.outgoing.layout.num_layers, 0, cached_pages, None))
-        stages = [asyncio.create_task(part) for part in (self._send_pieces(), self._send_later())]
         try:
-            await asyncio.gather(*stages)
+            async with together() as sending:
+                sending.create_task(self._send_pieces())
+                sending.create_task(self._send_later())
         finally:
-            for task in stages:
-                task.cancel()
-            try:
-                await settled(*stages)
-            finally:
-                while self._later:
-                    self._release(self._later.pop()[-1])
+            while self._later:
+                self._release(self._later.pop()[-1])
 
     async def _send_pieces(self) -> None:
         """Send every piece, several at a time: while the queue's slots are taken, as many ask for the next turns."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from kvrail.engine.aio import EngineEvents
-from kvrail.engine.request.events import Admitted
+from kvrail.engine.request.events import Admitted, Failed
 from kvrail.errors import DeadlineError, KvrailError, OverloadedError
 from kvrail.runtime.breaker import Breaker
 from kvrail.runtime.logs import exemplar
@@ -173,7 +173,7 @@ class PromptFetch:
             self._fetcher.fallbacks.take(request.request_id, len(request.prompt_ids) - admitted.cached_tokens)
         except OverloadedError as error:
             self._metrics.fallbacks["refused"].inc()
-            events.fail(error)
+            events.put(Failed(error))
             return
         self._metrics.fallbacks["local"].inc()
         logger.warning("no prefill worker could be used; the prompt is computed here")
