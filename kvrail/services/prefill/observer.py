@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -32,7 +33,9 @@ class PageObserver:
 
     def begin(self, written: Sequence[WrittenPages]) -> Callable[[int], None]:
         """A step begins that completes these pages of each layer; see LayerListener."""
-        group, num_layers = self._layers_per_frame(written)
+        waiting = [(sender, pages) for pages in written if (sender := self._senders.get(pages.request_id)) is not None]
+        group = max(1, min((_layers_per_frame(*each) for each in waiting), default=1))
+        num_layers = waiting[0][0].outgoing.layout.num_layers if waiting else 0
         before, first_layer, enqueued = self._end, 0, 0
 
         def layer_written(layer: int) -> None:
@@ -42,10 +45,10 @@ class PageObserver:
             if end + size - first_layer <= group and end < num_layers:
                 return  # the next ones fit into the same frame
             mark = self._side.mark(awaited=True)
-            complete = range(first_layer, end), written, mark
+            complete = waiting, range(first_layer, end), mark
             first_layer = end
             if mark is None:
-                self._loop.call_soon_threadsafe(self._add, *complete)
+                self._loop.call_soon_threadsafe(_add, *complete)
                 return
             self._waiter.submit(self._pass_on, before, *complete)
             self._end = mark
@@ -68,28 +71,20 @@ class PageObserver:
         else:
             await asyncio.wrap_future(self._waiter.submit(lambda: None))
 
-    def _pass_on(
-        self, before: torch.Event | None, layers: range, written: Sequence[WrittenPages], ready: torch.Event | None
-    ) -> None:
+    def _pass_on(self, before: torch.Event | None, *complete: Any) -> None:
         """Pass layers on once `before` has happened; in a thread of its own, one after the other."""
         if before is not None:
             before.synchronize()
-        self._loop.call_soon_threadsafe(self._add, layers, written, ready)
+        self._loop.call_soon_threadsafe(_add, *complete)
 
-    def _add(self, layers: range, written: Sequence[WrittenPages], ready: torch.Event | None) -> None:
-        for pages in written:
-            sender = self._senders.get(pages.request_id)
-            if sender is not None:
-                sender.add(Piece(layers.start, layers.stop, pages.first_page, pages.end_page, ready))
 
-    def _layers_per_frame(self, written: Sequence[WrittenPages]) -> tuple[int, int]:
-        """Layers of a step's pages that fill the smallest frame of those that wait for them, and layers in all."""
-        groups, num_layers = [], 0
-        for pages in written:
-            sender = self._senders.get(pages.request_id)
-            if sender is not None:
-                layout = sender.outgoing.layout
-                num_layers = layout.num_layers
-                layer_bytes = (pages.end_page - pages.first_page) * layout.page_bytes // layout.num_layers
-                groups.append(sender.outgoing.frame_bytes // layer_bytes)
-        return max(1, min(groups, default=1)), num_layers
+def _add(waiting: Sequence[tuple[PageSender, WrittenPages]], layers: range, ready: torch.Event | None) -> None:
+    for sender, pages in waiting:
+        sender.add(Piece(layers.start, layers.stop, pages.first_page, pages.end_page, ready))
+
+
+def _layers_per_frame(sender: PageSender, pages: WrittenPages) -> int:
+    """Layers of these pages that fill a frame."""
+    layout = sender.outgoing.layout
+    layer_bytes = (pages.end_page - pages.first_page) * layout.page_bytes // layout.num_layers
+    return sender.outgoing.frame_bytes // layer_bytes
