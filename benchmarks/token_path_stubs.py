@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.events_server import DecodeService
 from kvrail.rpc.server import build_server
 from kvrail.runtime import loops
 from kvrail.wire import PROTOCOL_VERSION
@@ -53,10 +54,11 @@ class Steps:
                 step.set_result(None)
 
 
-class StubDecode:
+class StubDecode(DecodeService):
     """Gives max_tokens tokens, one a step."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.steps = Steps()
 
     @maps_errors

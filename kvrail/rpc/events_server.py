@@ -8,17 +8,17 @@ ones, in which each request has several replies.
 import asyncio
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from kvrail.errors import DeadlineError, IncompatibleError, InvalidRequestError, KvrailError, WorkerUnavailableError
 from kvrail.rpc.errors import internal_error, is_cancelling, maps_errors, to_status
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from kvrail.wire.v1 import decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -37,31 +37,24 @@ Write = Callable[[decode_pb2.GenerateReply], Awaitable[None]]
 """Sends a reply to the router; waits while too many wait for it."""
 
 
-class DecodeWorker(Protocol):
-    """What a decode worker does behind the service."""
+class DecodeService(decode_pb2_grpc.DecodeServicer, ABC):
+    """Serves kvrail.v1.Decode but for GetStatus."""
 
+    def __init__(self) -> None:
+        self._streams: dict[int, EventSender] = {}
+
+    @abstractmethod
     async def generate(self, request: decode_pb2.GenerateRequest, write: Write, until: float | None) -> None:
         """Serve one request, sending its replies by `write`. until: its deadline on time.monotonic, if it has one.
 
         It raises from the error tree, and is cancelled when the request is aborted.
         """
 
-    async def GetStatus(self, request: common_pb2.StatusRequest, context: Any) -> common_pb2.WorkerStatus:
-        """Report identity, limits and load; raises as a servicer's method does."""
-
-
-class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """Serves kvrail.v1.Decode for a worker."""
-
-    def __init__(self, worker: DecodeWorker) -> None:
-        self._worker = worker
-        self._streams: dict[int, EventSender] = {}
-
     @maps_errors
     async def Events(self, _: object, context: grpc.aio.ServicerContext) -> None:
         """Send the output of a router's requests until it leaves; then end those that still run."""
         stream = secrets.randbits(64) or 1
-        sender = self._streams[stream] = EventSender(self._worker, context, stream)
+        sender = self._streams[stream] = EventSender(self, context, stream)
         try:
             await sender.run()
         finally:
@@ -90,19 +83,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             sender.abort(request.numbers)
         return decode_pb2.AbortReply()
 
-    async def GetStatus(
-        self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
-    ) -> common_pb2.WorkerStatus:
-        """Report identity, limits and load."""
-        return await self._worker.GetStatus(request, context)
-
 
 class EventSender:
     """One stream's requests, each in a task, and what they have generated since the last message left."""
 
-    def __init__(self, worker: DecodeWorker, context: grpc.aio.ServicerContext, stream: int) -> None:
+    def __init__(self, service: DecodeService, context: grpc.aio.ServicerContext, stream: int) -> None:
         """context: of the call of `Events`. stream: the number that its first message brings."""
-        self._worker = worker
+        self._service = service
         self._context = context
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._message = decode_pb2.EventBatch(stream=stream)
@@ -208,7 +195,7 @@ class EventSender:
         until = monotonic() + timeout_s if timeout_s else None
         try:
             async with asyncio.timeout(timeout_s or None):
-                await self._worker.generate(request, partial(self.write, number), until)
+                await self._service.generate(request, partial(self.write, number), until)
         except KvrailError as raised:
             error = raised
         except TimeoutError:

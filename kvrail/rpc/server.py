@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from kvrail.errors import ConfigError
-from kvrail.rpc.events_server import DecodeService, DecodeWorker
+from kvrail.rpc.events_server import DecodeService
 from kvrail.rpc.options import KEEPALIVE_TIME_MS, MAX_MESSAGE_BYTES, common_options
 from kvrail.rpc.roles import RoleCheck
 from kvrail.security.tls import Material, Tls
@@ -37,10 +37,10 @@ class RpcServer:
         """Serve the Prefill service."""
         prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, self.server)  # type: ignore[no-untyped-call]
 
-    def add_decode(self, worker: DecodeWorker) -> None:
+    def add_decode(self, servicer: DecodeService) -> None:
         """Serve the Decode service."""
-        self.decode = DecodeService(worker)
-        decode_pb2_grpc.add_DecodeServicer_to_server(self.decode, self.server)  # type: ignore[no-untyped-call]
+        self.decode = servicer
+        decode_pb2_grpc.add_DecodeServicer_to_server(servicer, self.server)  # type: ignore[no-untyped-call]
 
     def bind(self, host: str, port: int) -> int:
         """Listen on `host`:`port` (0: any free one) once started; returns the port. Raises ConfigError where taken."""

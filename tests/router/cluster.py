@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kvrail.config.settings import RouterSettings
 from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.events_server import DecodeService
 from kvrail.rpc.http_side import listen
 from kvrail.rpc.server import build_server
 from kvrail.security.tls import Tls
@@ -160,10 +161,11 @@ def status(**changes: object) -> common_pb2.WorkerStatus:
     return common_pb2.WorkerStatus(**(fields | changes))
 
 
-class FakeDecode:
+class FakeDecode(DecodeService):
     """A decode worker that follows `script` and keeps what it was asked."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
         self.tokenizer = tokenizer
         self.script: Script = write_output
         self.status = status()

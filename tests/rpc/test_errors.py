@@ -8,6 +8,7 @@ from kvrail.errors import KvrailError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.errors import MAX_MESSAGE_CHARS, TRAILER, from_rpc_error, maps_errors, to_status
+from kvrail.rpc.events_server import DecodeService
 from kvrail.rpc.server import build_server
 from kvrail.wire.v1 import common_pb2, decode_pb2
 
@@ -24,10 +25,11 @@ EXAMPLES = [
 ]
 
 
-class Raising:
+class Raising(DecodeService):
     """Raises what it is told to, after one reply where the request names a model."""
 
     def __init__(self):
+        super().__init__()
         self.error = None
 
     async def generate(self, request, write, until):
@@ -177,7 +179,7 @@ async def test_deadline_and_unreachable_worker(unused_tcp_port):
 
 
 async def test_oversized_message_is_refused():
-    class Big:
+    class Big(Raising):
         @maps_errors
         async def GetStatus(self, request, context):
             return common_pb2.WorkerStatus(codecs=["x" * 5000])

@@ -20,15 +20,16 @@ from kvrail.rpc import events, events_server
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.errors import from_rpc_error
-from kvrail.rpc.events_server import MAX_UNTAKEN_MESSAGES, MAX_WAITING_REPLIES, EventSender
+from kvrail.rpc.events_server import MAX_UNTAKEN_MESSAGES, MAX_WAITING_REPLIES, DecodeService, EventSender
 from kvrail.rpc.server import build_server
 from kvrail.wire.v1 import decode_pb2, decode_pb2_grpc
 
 
-class Worker:
+class Worker(DecodeService):
     """Follows the request's id: `count N`, `fail N`, `hang`, `flood`; keeps the streams that its output left on."""
 
     def __init__(self):
+        super().__init__()
         self.running = set()
         self.streams = set()
         self.told = 0

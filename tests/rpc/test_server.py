@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrail.errors import ConfigError, DeadlineError, KvrailError, RequestCancelledError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
+from kvrail.rpc.events_server import DecodeService
 from kvrail.rpc.http_side import side_server
 from kvrail.rpc.server import build_server, serve_until_signal
 from kvrail.wire.v1 import decode_pb2
@@ -17,10 +18,11 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class Slow:
+class Slow(DecodeService):
     """One reply at once, a second when released."""
 
     def __init__(self):
+        super().__init__()
         self.release = asyncio.Event()
         self.running = 0
         self.cancelled = asyncio.Event()

@@ -11,6 +11,7 @@ from kvrail.rpc import channel as channel_module
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.events_server import DecodeService
 from kvrail.rpc.prefill.client import GrpcPrefillClient
 from kvrail.rpc.server import build_server
 from kvrail.security.tls import Material, Tls
@@ -19,10 +20,11 @@ from tests.certificates import Authority
 from tests.inproc.prefill import serve
 
 
-class Decode:
+class Decode(DecodeService):
     """Counts to two; the second one when released."""
 
     def __init__(self):
+        super().__init__()
         self.release = asyncio.Event()
 
     async def generate(self, request, write, until):

@@ -11,7 +11,7 @@ from kvrail.engine.request.events import Admitted, Finished, Output, Recomputed
 from kvrail.engine.request.requests import EngineRequest, Resumed
 from kvrail.grammar import Grammars
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.events_server import Write
+from kvrail.rpc.events_server import DecodeService, Write
 from kvrail.runtime.drain import ActiveCalls
 from kvrail.runtime.logs import bound_request_id
 from kvrail.services.decode import trace
@@ -28,7 +28,7 @@ from kvrail.worker.codecs import AUTO
 from kvrail.worker.status import StatusReporter
 
 
-class DecodeServicer:
+class DecodeServicer(DecodeService):
     """Serves kvrail.v1.Decode."""
 
     def __init__(
@@ -41,6 +41,7 @@ class DecodeServicer:
         withheld_codecs: Sequence[str],
     ) -> None:
         """calls: takes note of each. tracing: exports its spans. withheld_codecs: lossy, and cannot be asked for."""
+        super().__init__()
         self._reporter = reporter
         self._fetcher = fetcher
         self._model, self._access = fetcher.parts.model, fetcher.parts.access
