@@ -88,7 +88,12 @@ class PageReceiver:
         try:
             with KeptStages(self._observer, self._codec.reads_earlier_payloads) as kept:
                 async with together() as landing:
-                    await self._take_all(reading, landing, kept)
+                    while (found := await self._next(reading)) is not None:
+                        arrival, region = found
+                        taking = landing.create_task(self._take(arrival, region, kept))
+                        taking.add_done_callback(partial(self._taken, region))
+                        if self._codec.num_stages > 1 or arrival.unchecked is not None:
+                            await asyncio.wait((taking,))  # stages of a block in order; on a device one is fast enough
         except CodecError as error:
             raise FrameError(f"request {self._transfer.request_id}: {error}") from error
         finally:
@@ -99,18 +104,6 @@ class PageReceiver:
     def not_silent(self) -> None:
         """The sender is at work, though it has announced nothing."""
         self._changed.set()
-
-    async def _take_all(self, reading: "asyncio.Task[None]", landing: asyncio.TaskGroup, kept: KeptStages) -> None:
-        """Start to decode each frame as it comes, up to the last."""
-        while self._arrivals or not self._guard.all_admitted():
-            await self._decoding.acquire()
-            if (region := await self._next(reading)) is None:
-                return
-            arrival = self._arrivals.popleft()
-            taking = landing.create_task(self._take(arrival, region, kept))
-            taking.add_done_callback(partial(self._taken, region))
-            if self._codec.num_stages > 1 or arrival.unchecked is not None:
-                await asyncio.wait((taking,))  # stages of a block in order; on a device one is fast enough
 
     def _taken(self, region: Region, taking: "asyncio.Task[None]") -> None:
         region.release()
@@ -166,10 +159,13 @@ class PageReceiver:
         with self._sink.writing():
             check_payload(digest, region.payload)
 
-    async def _next(self, reading: "asyncio.Task[None]") -> Region | None:
-        """Where the payload of the first of `_arrivals` lies, once it is here; None at the end."""
+    async def _next(self, reading: "asyncio.Task[None]") -> tuple[_Arrival, Region] | None:
+        """The next frame and where its payload lies, once it is here and can be decoded; None at the end."""
+        await self._decoding.acquire()
         asked = perf_counter()
         while not self._arrivals:
+            if self._guard.all_admitted():
+                return None
             if reading.done():
                 reading.result()
                 return None
@@ -179,7 +175,7 @@ class PageReceiver:
         await unless_silent(_unless_failed(arrival.region, reading), self._silence_s)
         region = arrival.region.result()
         self._observer.arrived(region.payload.nbytes, perf_counter() - asked, region.crossing_s)
-        return region
+        return self._arrivals.popleft(), region
 
     async def _take(self, arrival: _Arrival, region: Region, kept: KeptStages) -> None:
         """Decode one frame."""
