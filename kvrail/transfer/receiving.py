@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvrail.codec.base import Codec, CodecError
 from kvrail.codec.core.digest import Digest
 from kvrail.codec.frame import FrameFormatError, FrameHeader, check_payload, unpack_head
-from kvrail.errors import FrameError
+from kvrail.errors import FrameError, TransferAbortedError
 from kvrail.runtime.waiting import in_thread, settled, together
 from kvrail.transfer.guard import FrameGuard, Transfer
 from kvrail.transfer.observer import ReceivingObserver
@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 AHEAD = 4
 """Frames that may be on their way at once, beside those that are decoded."""
+ECHO_S = 0.5
+"""Where the sender has given up, this end's own failure, which may be why, comes within this time."""
 AT_ONCE = 3
 """Frames that are decoded at once where they come through host memory and have one stage. A frame of 16 MiB takes
 7 ms beside an engine, most of it turns of threads and of the interpreter's lock: one by one, 2.3 GB/s of KV at most."""
@@ -205,8 +207,15 @@ class PageReceiver:
 
 
 async def _unless_failed(wanted: "asyncio.Task[T]", other: "asyncio.Task[None]") -> None:
-    """Wait until `wanted` is done; raises what `other` raises meanwhile."""
+    """Wait until `wanted` is done; raises what `other` raises meanwhile.
+
+    A sender may give up because `wanted` fails, before that has come to its end: then the reason of `wanted` is raised.
+    """
     await asyncio.wait((wanted, other), return_when=asyncio.FIRST_COMPLETED)
     if not wanted.done():
-        other.result()
+        if isinstance(other.exception(), TransferAbortedError):
+            await asyncio.wait((wanted,), timeout=ECHO_S)
+        own = wanted.exception() if wanted.done() and not wanted.cancelled() else None
+        if own is None or isinstance(own, TransferAbortedError):
+            other.result()
         await asyncio.wait((wanted,))

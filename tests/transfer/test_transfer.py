@@ -12,7 +12,7 @@ import torch
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.digest import digest_of
 from kvrail.codec.frame import pack_head, unpack_head
-from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
+from kvrail.errors import FrameError, OverloadedError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transfer import sending
 from kvrail.transfer.receiving import AT_ONCE
 from kvrail.transfer.sending import Outgoing
@@ -76,6 +76,36 @@ async def test_what_the_transport_raises_ends_it_and_nothing_is_kept(name, after
         task.get_name().startswith("Task") and not task.done()
         for task in asyncio.all_tasks() - {asyncio.current_task()}
     )
+
+
+class Full(InprocTransport):
+    """Has no memory to receive into, which the sender learns before the receiver's wait has ended."""
+
+    async def receiver(self, peer, key):
+        payload_receiver = await super().receiver(peer, key)
+
+        async def failing(size, *, on_device):
+            await asyncio.sleep(0.1)
+            raise OverloadedError("no memory was free")
+
+        payload_receiver.receive = failing
+        return payload_receiver
+
+
+async def test_a_failure_of_this_end_is_told_though_the_sender_gives_up_for_it_first():
+    both = Transfers("raw")
+    both.transport, get, count = Full(), both.announced.get, 0
+
+    async def announced():
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise TransferAbortedError("the sender gave up: the receiver is gone")
+        return await get()
+
+    both.announced.get = announced
+    with pytest.raises(OverloadedError, match="no memory"):
+        await both.run()
 
 
 class Watched:
