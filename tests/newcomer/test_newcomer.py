@@ -20,6 +20,8 @@ from tests.e2e.processes import free_ports
 ROOT = Path(__file__).parents[2]
 SILENCE_S = 5.0
 START_S = 1200.0
+OF_MAKE = ("ARGS", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")
+"""What `make newcomer` leaves to what it starts; a newcomer's terminal has none of it."""
 
 pytestmark = [pytest.mark.newcomer, pytest.mark.timeout(1800)]
 
@@ -37,7 +39,7 @@ class Terminal:
         self.process = subprocess.Popen(
             ["bash", "-c", command],
             cwd=folder,
-            env=os.environ | environment,
+            env={name: each for name, each in os.environ.items() if name not in OF_MAKE} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
