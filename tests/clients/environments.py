@@ -5,11 +5,11 @@ wheels; uv resolves and unpacks them in seconds.
 """
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,8 +97,10 @@ def python_with(client: str) -> str:
         subprocess.run([*command, *needs], check=True, env=env)
         if name in ALONE:
             subprocess.run([*command, "--no-deps", ALONE[name]], check=True, env=env)
-        (packages,) = folder.glob("lib/python*/site-packages")
-        (packages / "torch-of-the-tests.pth").write_text(sysconfig.get_path("platlib"))
+        torch = importlib.util.find_spec("torch")
+        if torch is not None and torch.origin is not None:
+            (packages,) = folder.glob("lib/python*/site-packages")
+            (packages / "torch-of-the-tests.pth").write_text(str(Path(torch.origin).parents[1]))
         (folder / "done").touch()
     return str(python)
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -87,11 +86,6 @@ def test_packing_and_unpacking_with_no_kernel_compiled_yet(tmp_path):
         terminal.process.communicate(timeout=60)
         assert max(terminal.silences)[0] <= SILENCE_S, max(terminal.silences)
         assert "compiling kernel" in terminal.text
-    kernels = ROOT / "kvrail" / "codec" / "huffman" / "__pycache__"
-    if not any(kernels.glob("*.nb?")):  # as in CI, where the tests that follow would compile the same for a minute
-        kernels.mkdir(exist_ok=True)
-        for kept in (tmp_path / "kernels").glob("huffman_*/*.nb?"):
-            shutil.copy(kept, kernels)
 
 
 def test_readmes_first_commands_in_a_clean_clone(clone):
